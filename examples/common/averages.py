@@ -1,17 +1,19 @@
-"""Averaged weights, and the training of a compacted network by them."""
+"""Averaged weights, inputs that are selected once, and the training of a compacted network by both."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0.compaction.apply import SelectedInputs
+from pyro_l0.compaction.layers import Select
 from pyro_l0.training.epochs import check_finite
 
-__all__ = ["AVERAGE_POWER", "Average", "retrain"]
+__all__ = ["AVERAGE_POWER", "Average", "SelectedInputs", "retrain"]
 
 AVERAGE_POWER = 9
 LEARNING_RATE = 1e-3  # of the retraining, at its start
@@ -34,6 +36,35 @@ class Average:
         """Move the averages towards the parameters."""
         self.steps += 1
         torch._foreach_lerp_(*self.pair, (AVERAGE_POWER + 1) / (self.steps + AVERAGE_POWER))
+
+
+class SelectedInputs:
+    """Selects the inputs that a smaller network reads once for all examples, not in every step.
+
+    A network that lost some of its inputs begins by selecting the others. Inside :meth:`of` it does not, and accepts
+    examples from the tensor that the context yields; shrink and save it outside.
+    """
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+        self._index: Tensor | None = None
+        self._selected = inputs
+
+    @contextmanager
+    def of(self, network: nn.Module) -> Iterator[Tensor]:
+        """The examples with the inputs that the network reads; all inputs, not copied, if it reads all."""
+        select = next((m for m in network.modules() if isinstance(m, Select) and m.reads_input), None)
+        if select is None:
+            yield self.inputs
+            return
+        if self._index is None or not torch.equal(self._index, select.index):  # a shrinking may leave them as they are
+            self._index = select.index.clone()
+            self._selected = select(self.inputs)
+        select.is_done = True
+        try:
+            yield self._selected
+        finally:
+            select.is_done = False
 
 
 def retrain(network: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_size: int, noise: float = 0.0) -> None:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from common import command, networks
-from common.averages import AVERAGE_POWER, Average
+from common.averages import AVERAGE_POWER, Average, SelectedInputs
 from common.data import Images
 from common.gated_run import GatedRun
 from common.networks import FAMILIES, KEEP_RATES, Classifier, FamilyName, NetworkName
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.compaction.apply import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.diagnostics import diagnose

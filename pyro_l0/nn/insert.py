@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -148,10 +147,6 @@ def _take_out(network: nn.Module, path: str) -> None:
     module = network.get_submodule(parent)._modules.pop(name)
     if not isinstance(module, GateHolder) and not network.get_submodule(parent)._modules:
         _take_out(network, parent)
-
-
-_MAPS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-_DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
 
 
 def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Example | None = None) -> nn.Module:
@@ -315,70 +310,3 @@ def _check_place(
         )
     if has_gate_behind(module):
         raise ValueError(f"Expected modules without a gate behind them, but {path!r} has one already.")
-
-
-def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[str, float]]:
-    """Copy a network and put a gate in place of every Dropout layer.
-
-    ``nn.Dropout`` behind a convolution becomes one gate per feature map, which can be pruned; elsewhere one per
-    feature. A Dropout layer with p = 0 stays.
-
-    Args:
-        network: the network; it is not changed, and weights are not shared.
-        example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it, for the number of units.
-
-    Returns:
-        The network, and by gate site the keep probability 1 - p, for ``init_active_prob`` of
-        :class:`~pyro_l0.infer.AutoGate`. Sites are named by their path in the network; in a model that holds the
-        network under an attribute, the attribute's name comes first.
-
-    Raises:
-        ValueError: a Dropout layer drops everything, is never called, or is called on different numbers of units.
-
-    Example:
-        >>> import torch
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Dropout(0.2), nn.Linear(3, 1))
-        >>> gate_dropout(net, torch.ones(1, 2))[1]
-        {'2': 0.8}
-    """
-    check_given(network)
-    paths = {
-        path: module
-        for path, module in network.named_modules(remove_duplicate=False)
-        if isinstance(module, _DROPOUT) and module.p > 0
-    }
-    shapes = _units_by_module(network, paths.values(), example)
-    made: dict[int, Gate] = {}
-    for path, module in paths.items():
-        found = shapes[module]
-        if module.p >= 1:
-            raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {module.p}.")
-        if len(set(found)) != 1:
-            sizes = sorted({size for size, _ in found})
-            raise ValueError(f"Expected {path!r} to be called on one number of units, but it was called on {sizes}.")
-        if len(found) > 1 and id(module) not in made:
-            warnings.warn(
-                f"Dropout layer {path!r} is called {len(found)} times, and the gate in its place has the same value "
-                "each time; make a layer for each call to prune their units separately.",
-                stacklevel=2,
-            )
-        made.setdefault(id(module), Gate(*found[0]))
-    new = copied(network, dict(made))
-    gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, GateLayer)}
-    return new, {path: 1 - paths[path].p for path in gates if path in paths}
-
-
-def _units_by_module(
-    network: nn.Module, modules: Iterable[nn.Module], example: Example
-) -> dict[nn.Module, list[tuple[int, int]]]:
-    """The number and the dimension of the units at every call of some modules, as the network runs on an example."""
-    found = follow_calls(network, example)
-    shapes: dict[nn.Module, list[tuple[int, int]]] = {}
-    for module in modules:
-        shapes[module] = []
-        for units in (call.input for call in found.of_one(module) if call.input is not None):
-            dims = found.unit_dims(units)
-            guess = 1 if isinstance(module, _MAPS) or units.rank > 3 else units.rank - 1
-            dim = dims[0] if len(dims) == 1 else guess
-            shapes[module].append((units.shape[dim], -1 if dim == units.rank - 1 else dim))
-    return shapes

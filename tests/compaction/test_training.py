@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import mnist
+from common.averages import SelectedInputs
 from common.networks import build as build_network
 from mnist import Options
 from pyro_l0.compaction import Shrinker, compact, load_compacted
-from pyro_l0.compaction.apply import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates

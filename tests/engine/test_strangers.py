@@ -8,7 +8,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
-from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 
 CLOSED = (torch.arange(6) % 2 == 0).double()
@@ -175,7 +174,6 @@ def test_lists_of_calls():
     ways = [x, {"input": x[:2]}]
     assert list(suggest_gates(network, ways)) == ["1"]
     insert_gates(network, {"1": Gate(6)}, ways)
-    assert gate_dropout(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)).double(), ways)[1] == {"1": 0.5}  # no warning
     nothing_left = str(suggest_gates(insert_gates(network, {"1": Gate(6)}), ways))
     assert nothing_left.startswith("no module without a gate behind which one would cut something")
     with pytest.raises(ValueError, match=r"output of '1', of shape \(3, 6\)"):

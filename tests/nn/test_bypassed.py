@@ -13,7 +13,6 @@ from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, fix_gates, insert_gates
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 
 # torch says so of the packed batches that it makes.
@@ -44,8 +43,6 @@ def encoder(one):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda **options: gate_dropout(layer(**options), torch.randn(2, 5, 8))[0],
-        lambda **options: gate_dropout(encoder(layer(**options)), torch.randn(2, 5, 8))[0],
         lambda **options: insert_gates(encoder(layer(**options)), {"layers.0.linear1": Gate(16)}),
         lambda **options: insert_gates(encoder(layer(**options)), {"layers.1.norm2": Gate(8)}),
         lambda **options: layer(Gate, **options),
@@ -53,7 +50,7 @@ def encoder(one):
         lambda **options: copy.deepcopy(layer(Gate, **options)),
         lambda **options: pickle.loads(pickle.dumps(encoder(layer(Gate, **options)))),
     ],
-    ids=["dropout", "encoder", "insert", "norm", "by hand", "subclass", "copy", "pickle"],
+    ids=["insert", "norm", "by hand", "subclass", "copy", "pickle"],
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_gates_in_fused_transformer_layers_act_in_eval(make, norm_first, padding, context):
@@ -157,21 +154,3 @@ def test_a_gate_behind_a_module_that_is_called_once():
 
     gated = insert_gates(Deciding(nn.Linear(3, 4), nn.ReLU()), {"0": Gate(4)}, torch.ones(2, 3))
     assert list(gate_names(gated)) == ["0.1"]
-
-
-def test_one_dropout_layer_at_several_places():
-    """One gate acts on all: a warning with the number, and none of gates that are there already."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.drop, self.gate = nn.Linear(3, 4), nn.Linear(4, 4), nn.Dropout(0.2), Gate(4)
-
-        def forward(self, x):
-            return self.drop(self.b(self.drop(self.gate(self.a(x)))))
-
-    with pytest.warns(UserWarning, match="'drop' is called 2 times") as found:
-        network, rates = gate_dropout(Net(), torch.randn(2, 3))
-    assert len(found) == 1
-    assert rates == {"drop": 0.8}
-    assert list(gate_names(network)) == ["drop", "gate"]

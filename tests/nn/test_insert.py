@@ -14,7 +14,6 @@ from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 
 
@@ -34,22 +33,6 @@ class User(nn.Module):
 
 
 X = torch.randn(3, 1, 4, 4)
-
-
-def test_dropout_becomes_gates():
-    """One per map behind a convolution, one per feature elsewhere, with the rates that stayed."""
-    net = User().train()
-    gated, rates = gate_dropout(net, X)
-    assert {name: (gate.size, gate.dim) for name, gate in gate_names(gated).items()} == {
-        "drop_maps": (4, 1),
-        "drop": (16, -1),
-    }
-    assert rates == pytest.approx({"drop_maps": 0.7, "drop": 0.5})
-    assert net.training
-    assert isinstance(net.drop, nn.Dropout)
-    ones = {name: torch.ones(gate.size) for name, gate in gate_names(gated).items()}
-    torch.testing.assert_close(fix_gates(gated, ones).eval()(X), net.eval()(X))
-    AutoGate(lambda x: gated(x), init_active_prob=rates)(X)
 
 
 def test_gates_behind_named_modules():
@@ -89,37 +72,6 @@ def test_one_gate_at_several_places():
     loss = L0_ELBO("l0", lam=0.1)(model, guide)
     loss(x).backward()
     assert guide.sites["gate"]["log_alpha"].grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda net: setattr(net.drop, "p", 1.0), "p below 1, but 'drop' has 1.0"),
-        (lambda net: setattr(net, "more", nn.Dropout(0.1)), r"'more' to be called on one number of units, .* \[\]"),
-        (lambda net: setattr(net, "drop_maps", net.drop), r"called on \[4, 16\]"),
-    ],
-)
-def test_dropout_that_is_no_gate(change, message):
-    net = User()
-    change(net)
-    with pytest.raises(ValueError, match=message):
-        gate_dropout(net, X)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape", "dim", "size"),
-    [
-        (nn.Conv1d(2, 4, 3), (3, 2, 10), 1, 4),
-        (nn.Linear(5, 7), (2, 3, 5), -1, 7),
-        (nn.Linear(5, 7), (2, 3, 4, 5), -1, 7),
-        (nn.Conv2d(2, 4, 3), (3, 2, 5, 5), 1, 4),
-    ],
-    ids=repr,
-)
-def test_dropout_becomes_gates_on_the_units_of_its_layer(layer, shape, dim, size):
-    """Whatever the rank: feature maps behind a convolution, features behind a dense layer."""
-    net, _ = gate_dropout(nn.Sequential(layer, nn.ReLU(), nn.Dropout(0.5)), torch.randn(shape))
-    assert (net[2].dim, net[2].size) == (dim, size)
 
 
 # ------------------------------------------------------------ modules that a network calls several times

@@ -13,7 +13,6 @@ from pyro_l0.diagnostics.gradients import pathwise_noise
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, gate_weights, insert_gates, suggest_gates
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names, name_gates
-from pyro_l0.nn.insert import gate_dropout
 from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.nn.weights import fix_weights
 
@@ -22,7 +21,6 @@ DOORS = {
     "fix_gates": lambda network: fix_gates(network, {}),
     "fix_weights": lambda network: fix_weights(network, {}),
     "gate_heads": lambda network: gate_heads(network, {"0": 2}),
-    "gate_dropout": lambda network: gate_dropout(network, torch.ones(1, 2)),
     "gate_names": gate_names,
     "name_gates": name_gates,
     "gate_weights": lambda network: gate_weights(network, "0"),
@@ -151,4 +149,4 @@ def test_bad_paths_and_gates(path, gate, error, message):
 def test_an_example_of_another_type():
     message = r"example that the network takes, .* got one of shape \(2, 4\) and dtype torch.uint8"
     with pytest.raises(ValueError, match=message):
-        gate_dropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.ones(2, 4, dtype=torch.uint8))
+        suggest_gates(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4, dtype=torch.uint8))

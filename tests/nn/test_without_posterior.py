@@ -17,7 +17,6 @@ from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.gate import name_gates
-from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -97,7 +96,6 @@ def test_gates_with_a_posterior_do_not_warn(mode):
         for _ in range(3):
             F.cross_entropy(model.net(X), Y).backward()
     NetworkCost(model.net, X)
-    gate_dropout(nn.Sequential(model.net, nn.Dropout(0.5)), X)
     gates = {name: value.detach() for name, value in guide.test_gates().items()}
     fix_gates(model.net, gates).eval()(X)
     compact(model.net, gates, X).network(X)
