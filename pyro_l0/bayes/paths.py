@@ -77,14 +77,14 @@ class WeightGates:
     Gates may sink at first and rise again, so begin after some epochs, or give the Shrinker more patience.
 
     Args:
-        network: The result of :func:`~pyro_l0.bayes.bayesian`, with :class:`OpenUnits` where units may be removed,
-            such as an :class:`InputSkipMLP`.
+        network: The result of :func:`~pyro_l0.bayes.bayesian`, with :class:`OpenUnits` where units may be removed.
         example: A batch of inputs.
 
     Example:
         >>> from pyro_l0.bayes import bayesian
         >>> from pyro_l0.compaction import Shrinker
-        >>> net, example = bayesian(InputSkipMLP(4, 3, 2)), torch.ones(1, 4)
+        >>> net = bayesian(nn.Sequential(OpenUnits(4), nn.Linear(4, 3), nn.ReLU(), OpenUnits(3), nn.Linear(3, 2)))
+        >>> example = torch.ones(1, 4)
         >>> optimiser = torch.optim.Adam(net.parameters())
         >>> shrinker = Shrinker(net, WeightGates(net, example), example, optimiser)
     """
