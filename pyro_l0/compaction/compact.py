@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from traceback import walk_tb
+from traceback import extract_tb
 
 import torch
 from torch import Tensor, nn
@@ -28,84 +28,38 @@ from pyro_l0.compaction.plan import (
     set_attributes,
 )
 from pyro_l0.compaction.storage import Compacted
+from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, Recording, analyse, calls_of, record
 from pyro_l0.nn.engine.record import copied
-from pyro_l0.nn.fixed import FixedGate, check_gates, fix_gates
-from pyro_l0.nn.gate import GateLayer, gate_names
+from pyro_l0.nn.fixed import check_gates, fix_gates
+from pyro_l0.nn.gate import gate_names
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-def check_network(network: nn.Module, example: Example) -> None:
-    """Refuse what can't be recorded, copied or compared; nothing is changed."""
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected network to be a torch module, but got {type(network).__name__}.")
-    if isinstance(network, GateLayer):
-        raise ValueError("Expected a network with gates in it, but got a gate alone; put it into nn.Sequential.")
+def check_network(network: nn.Module, example: Example) -> list[Arguments]:
+    """Run a copy of a network on an example, whose calls are returned; refuse what would certify nothing."""
+    expect(nn.Module, "a torch module", network=network)
     calls = calls_of(example)
     inputs = [x for call in calls for x in tensors(call)]
-    if not inputs:
-        raise TypeError(f"Expected an example with tensors, but got {type(example).__name__} without any.")
-    _check_ready(network)
-    _check_inputs(network, inputs)
-    copied = _copied(network)
-    for call in calls:
-        try:
-            run(copied.eval(), call)
-        except Exception as error:
-            given = ", ".join(f"shape {tuple(x.shape)} and type {x.dtype}" for x in tensors(call))
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(
-                f"Expected an example that the network accepts, but got one of {given}, at which "
-                f"{where_raised(copied, error)} raises: {text}"
-            ) from error
-
-
-def _check_ready(network: nn.Module) -> None:
+    if not inputs or not all(x.numel() for x in inputs):
+        shapes = [tuple(x.shape) for x in inputs]
+        raise ValueError(f"Expected an example of tensors with entries, but got ones of shapes {shapes}.")
     for name, parameter in network.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):  # each copy would draw its own
             raise ValueError(f"Expected a network that is ready, but {name!r} is lazy; call the network once.")
-        if parameter.is_meta:
-            raise ValueError("Expected a network with values, but its parameters are on the device meta.")
-    if gate_names(network):
-        return
-    for path, module in network.named_modules():
-        if isinstance(module, FixedGate):
-            raise ValueError(
-                f"Expected a network with gates, but {path!r} is a FixedGate: the gates of this network are fixed "
-                "already; use the network as it was before fix_gates."
-            )
-
-
-def _check_inputs(network: nn.Module, inputs: list[Tensor]) -> None:
-    device = next((p.device for p in network.parameters()), None)
-    for x in inputs:
-        if not x.numel():
-            raise ValueError(f"Expected an example with entries, but got shape {tuple(x.shape)}.")
-        if x.is_meta or (device is not None and x.device != device):
-            raise ValueError(
-                f"Expected an example on {device or 'a device with values'}, where the network is, but got one "
-                f"on {x.device}; move it by .to({str(device)!r})."
-            )
-
-
-def _copied(network: nn.Module) -> nn.Module:
-    """A copy that draws its gates without reporting it."""
-    try:
-        with torch.no_grad():
-            new = copied(network)
-    except Exception as error:
-        raise ValueError(
-            f"Expected a network that copy.deepcopy can copy, but it can't copy {type(network).__name__}: {error}"
-        ) from error
+    with torch.no_grad():
+        new = copied(network).eval()
     for name, gate in gate_names(new).items():
-        gate.site_name, gate.is_reported = name, True
-    return new
+        gate.site_name, gate.is_reported = name, True  # so that a draw warns of nothing
+    for call in calls:
+        run(new, call)
+    return calls
 
 
-def check_seen(network: nn.Module, recording: Recording, kept: Iterable[str]) -> None:
+def _check_used(network: nn.Module, recording: Recording, plan: Plan) -> None:
     """Refuse a module of which one parameter would be cut and another was not used by any call of the example."""
-    cut = {name.rpartition(".")[0] for name in kept}
+    cut = {name.rpartition(".")[0] for name in plan.kept}
     for name, parameter in network.named_parameters():
         path = name.rpartition(".")[0]
         if path in cut and name not in recording.named and parameter.dim():
@@ -115,7 +69,7 @@ def check_seen(network: nn.Module, recording: Recording, kept: Iterable[str]) ->
             )
 
 
-def warn_unseen(network: nn.Module, recording: Recording, shrunk: Mapping[str, Mapping[int, int]]) -> None:
+def _warn_unused(network: nn.Module, recording: Recording, shrunk: Mapping[str, Mapping[int, int]]) -> None:
     """Warn of layers that no call used, and that have a size of units that are removed beside them."""
     for path, module in network.named_modules():
         own = dict(module.named_parameters(path, recurse=False))
@@ -124,30 +78,8 @@ def warn_unseen(network: nn.Module, recording: Recording, shrunk: Mapping[str, M
             warnings.warn(
                 f"Expected an example that uses the whole network, but no call of it uses {path!r}, which stays as it "
                 "is and may not fit the units that are left; give a list of calls that use it too.",
-                stacklevel=6,
+                stacklevel=5,
             )
-
-
-def path_raised(network: nn.Module, error: BaseException) -> str | None:
-    """The path of the innermost module of a network, or of a copy, that raised an error; None if there is none."""
-    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    modules = [x for x in owners if isinstance(x, nn.Module)]
-    root = next((x for x in modules if type(x) is type(network)), network)
-    paths = {id(module): path for path, module in root.named_modules()}
-    return next((paths[id(x)] for x in reversed(modules) if id(x) in paths), None)
-
-
-def where_raised(network: nn.Module, error: BaseException) -> str:
-    """The innermost module of a network in which an error was raised, and the line of code that led to it, in words."""
-    path, line = path_raised(network, error), ""
-    kind = type(network.get_submodule(path or "")).__name__
-    module = "the network" if path is None else f"module {path!r} ({kind})" if path else f"the network ({kind})"
-    for frame, number in walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
-            text = linecache.getline(file, number).strip()
-            line = f" (line {number} of {Path(file).name}: {text})" if text else ""
-    return module + line
 
 
 class CompactionError(RuntimeError):
@@ -164,24 +96,20 @@ def search(
 ) -> Compacted:
     """Make a smaller network, as :func:`~pyro_l0.compaction.compact` does, which has the arguments and errors.
 
-    With ``keep_gates`` the gates that are not 0 stay, to train on, and their values stand for any others. In a trial
-    only outputs are compared. The message of a CompactionError is of the first network that was tried.
+    Attempts cut less and less, and the first that is certified is returned. With ``keep_gates`` the gates that are not
+    0 stay, to train on, and their values stand for any others. In a trial only outputs are compared. The message of a
+    CompactionError is of the first network that was tried.
     """
-    own = gate_names(network) if isinstance(network, nn.Module) else {}
-    network, gates, tolerance = _checked(network, gates, example, tolerance)
     first: CompactionError | None = None
-    for recording in _recordings(network, example):
-        for site, gate in gate_names(network).items():
-            own[site].dim = gate.dim  # as its calls give it
-        attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance, is_trial)
-        for closed in _closed(gates):
-            for folds in (True, False):
-                try:
-                    return attempt.certified(closed, folds)
-                except NotConstantError:
-                    continue
-                except CompactionError as error:
-                    first = first or error
+    task = _Task.of(network, gates, example, tolerance, keep_gates=keep_gates, is_trial=is_trial)
+    recordings = _recordings(network, task.network, example)
+    for attempt in ((recording, *how) for recording in recordings for how in product(_closed(gates), (True, False))):
+        try:
+            return task.cut(*attempt)
+        except NotConstantError:
+            continue
+        except CompactionError as error:
+            first = first or error
     assert first is not None
     raise first
 
@@ -199,34 +127,24 @@ def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -
 
 def uncut(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> Compacted:
     """The whole network with fixed gates, and a plan that removes nothing."""
-    network, gates, tolerance = _checked(network, gates, example, None)
+    task = _Task.of(network, gates, example)
     opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
-    recording = next(_recordings(network, example))
-    return _Attempt(network, gates, calls_of(example), recording, False, tolerance).certified(opened, folds=False)
+    return task.cut(next(_recordings(network, task.network, example)), opened, False)
 
 
-def _checked(
-    network: nn.Module, gates: Mapping[str, Tensor], example: Example, tolerance: float | None
-) -> tuple[nn.Module, dict[str, Tensor], float]:
-    """A copy of the network without what its modules keep for evaluation, gates where it is, its type's tolerance."""
-    for site, value in gates.items() if isinstance(gates, Mapping) else ():
-        if getattr(value, "is_meta", False):
-            raise ValueError(f"Expected gates[{site!r}] with values, but it is on the device meta.")
-    check_network(network, example)
-    check_gates(network, gates)
-    like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls_of(example))[0])
-    values = {site: gate.to(like.device) for site, gate in gates.items()}
-    return copied(network).train(), values, tolerance_of(like.dtype) if tolerance is None else tolerance
+def _recordings(network: nn.Module, copy: nn.Module, example: Example) -> Iterator[Recording]:
+    """A copy of a network as it evaluates; then, in case that is not enough, also as it trains if that differs.
 
-
-def _recordings(network: nn.Module, example: Example) -> Iterator[Recording]:
-    """The network as it evaluates; and, where that was not enough, also its code for training if that differs."""
-    with _refusing(ValueError), as_whole_norms(network):
-        evaluated = record(network, example)
+    The network's gates take over the dimensions that calls gave those of the copy.
+    """
+    with _refusing(ValueError), as_whole_norms(copy):
+        evaluated = record(copy, example)
+    for own, other in zip(gate_names(network).values(), gate_names(copy).values(), strict=True):
+        own.dim = other.dim
     yield evaluated
     try:
-        with as_whole_norms(network), NoDropout():
-            both = record(network, example, with_training=True)
+        with as_whole_norms(copy), NoDropout():
+            both = record(copy, example, with_training=True)
     except Exception:  # in training mode the network expects other arguments
         return
     names = [operation.name for operation in evaluated.operations]
@@ -239,40 +157,53 @@ def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     closed = {site: (gate == 0).cpu() for site, gate in gates.items()}
     yield closed
     if any(bool(mask.all()) for mask in closed.values()):
-        first = {site: torch.arange(len(mask)) == 0 for site, mask in closed.items()}
-        yield {site: mask & ~first[site] if bool(mask.all()) else mask for site, mask in closed.items()}
+        yield {
+            site: mask & (torch.arange(len(mask)) > 0) if bool(mask.all()) else mask for site, mask in closed.items()
+        }
 
 
 @dataclass(frozen=True)
-class _Attempt:
-    """Makes one smaller network; the arguments are those of :func:`search`, checked."""
+class _Task:
+    """What :func:`search` is asked for, on a copy of the network without what its modules keep for evaluation."""
 
     network: nn.Module
     gates: Mapping[str, Tensor]
     calls: Sequence[Arguments]
-    recording: Recording
-    keep_gates: bool
     tolerance: float
+    keep_gates: bool = False
     is_trial: bool = False
 
-    def certified(self, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
-        """A smaller network without units whose gates are closed; raises NotConstantError and CompactionError."""
-        network = self.network
+    @classmethod
+    def of(
+        cls,
+        network: nn.Module,
+        gates: Mapping[str, Tensor],
+        example: Example,
+        tolerance: float | None = None,
+        **flags: bool,
+    ) -> _Task:
+        """The task, with gates where the network is; by default the tolerance of its type."""
+        calls = check_network(network, example)
+        check_gates(network, gates)
+        like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
+        gates = {site: gate.to(like.device) for site, gate in gates.items()}
+        limit = tolerance_of(like.dtype) if tolerance is None else tolerance
+        return cls(copied(network).train(), gates, calls, limit, **flags)
+
+    def cut(self, recording: Recording, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
+        """A certified network without units whose gates are closed; raises NotConstantError and CompactionError."""
+        network, keep_gates = self.network, self.keep_gates
         with _refusing(NotConstantError):
-            analysis = analyse(self.recording, closed, None if self.keep_gates else self.gates, folds)
+            analysis = analyse(recording, closed, None if keep_gates else self.gates, folds)
             units = constant_units(network, analysis)
-            if units is None:
-                raise NotConstantError("Expected constants in front of layers.")
             reference = fix_gates(network, self.gates).eval()
-            if self.keep_gates:
+            if keep_gates:
                 reset_running_means(reference, {path: tuple(x.tolist()) for path, x in analysis.zero_channels.items()})
             constants = layer_constants(reference, units, self.calls)
-            plan = make_plan(network, self.recording, analysis, self.gates, constants, units, self.keep_gates)
-        check_seen(network, self.recording, plan.kept)
-        small = copied(network).eval()
-        with _refusing():
+            plan = make_plan(network, recording, analysis, self.gates, constants, units, keep_gates)
+            small = copied(network).eval()
             apply_in_place(small, plan, constants)
-        evaluated = self._fixed(small, plan) if self.keep_gates else small
+        evaluated = self._fixed(small, plan) if keep_gates else small
         attributes = {path: dict(values) for path, values in plan.attributes.items()}
         for path, values in followed_sizes(network, analysis).items():
             attributes.setdefault(path, {}).update(values)
@@ -281,8 +212,9 @@ class _Attempt:
         plan = replace(plan, attributes=attributes, input_sizes=self._input_sizes(reference, evaluated, plan))
         if plan.input_sizes is not None:
             refuse_other_sizes(small, plan.input_sizes)
+        _check_used(network, recording, plan)
         certificate = self._certify(reference, evaluated, plan)
-        warn_unseen(network, self.recording, analysis.shrunk)
+        _warn_unused(network, recording, analysis.shrunk)
         return Compacted(small, plan, certificate, reasons=analysis.reasons, removed=analysis.removed)
 
     def _fixed(self, small: nn.Module, plan: Plan) -> nn.Module:
@@ -293,15 +225,6 @@ class _Attempt:
             if change.random and not change.units:
                 del left[change.site]
         return fix_gates(small, left).eval()
-
-    def _remedy(self, small: nn.Module, failure: Exception) -> str:
-        """What to do about an error in the smaller network, in words."""
-        path = path_raised(small, failure)
-        own = () if path is None else small.get_submodule(path).named_parameters(path, recurse=False)
-        unseen = [name for name, _ in own if name not in self.recording.named]
-        if unseen:
-            return f"No call of the example uses {unseen[0]!r}; give a list of calls that together use all."
-        return "Take sizes from the tensors (x.shape), or keep them as attributes of the module that uses them."
 
     def _input_sizes(self, reference: nn.Module, small: nn.Module, plan: Plan) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of the example's inputs if the smaller network is right for no others."""
@@ -330,16 +253,19 @@ class _Attempt:
         try:
             found = certify(reference, small, self.calls, kept, factors, self.is_trial)
         except Exception as error:
+            own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+            at = f"line {own[-1].lineno} of {Path(own[-1].filename).name} ({own[-1].line})" if own else "it"
             raise CompactionError(
-                f"Expected the network to run with fewer units as with all, but {where_raised(small, error)} raises "
-                f"{type(error).__name__}: {error}. {self._remedy(small, error)}"
+                f"Expected the network to run with fewer units as with all, but {at} raises {type(error).__name__}: "
+                f"{error}. Take sizes from the tensors (x.shape) or keep them as attributes of the module that uses "
+                "them, and give a list of calls that together use all parameters."
             ) from error
         if not self.keep_gates and plan.folds:
             found = self._of_folded(found)
         if math.isnan(found):
             raise CompactionError(
-                "Expected a network whose outputs and gradients are finite, but there are NaN or infinite ones on the "
-                f"example, {_not_finite(self.network, self.calls)}; then nothing can be compared."
+                "Expected finite outputs and gradients, which can be compared, but there are NaN or infinite ones; see "
+                "whether a parameter, a buffer or the example holds some."
             )
         if not found <= self.tolerance:
             raise CompactionError(
@@ -373,17 +299,6 @@ def _refusing(*known: type[Exception]) -> Iterator[None]:
             f"Expected operations whose units can be followed, but that raises {type(error).__name__}: {error}. "
             "Please report it with the network."
         ) from error
-
-
-def _not_finite(network: nn.Module, calls: Sequence[Arguments]) -> str:
-    """Where numbers that are not finite come from, in words."""
-    tensors_of = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    names = [name for name, x in tensors_of.items() if x.is_floating_point() and not bool(x.isfinite().all())]
-    if names:
-        return f"and {names[0]!r} holds some itself"
-    if any(x.is_floating_point() and not bool(x.isfinite().all()) for x in tensors(calls)):
-        return "which holds some itself"
-    return "though the parameters and the example are finite"
 
 
 def compact(

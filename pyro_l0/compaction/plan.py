@@ -445,16 +445,15 @@ def _with_tuples(value: Any) -> Any:
 # ------------------------------------------------------------ from the analysis of a recorded call
 
 
-def constant_units(network: nn.Module, analysis: Analysis) -> dict[str, tuple[int, ...]] | None:
-    """By path of a layer, the inputs that can be folded; None if code other than a layer's reads them."""
+def constant_units(network: nn.Module, analysis: Analysis) -> dict[str, tuple[int, ...]]:
+    """By path of a layer, the inputs that can be folded; NotConstantError if code other than a layer's reads them."""
     found: dict[str, tuple[int, ...]] = {}
     for fold in analysis.folds:
         path, _, name = fold.weight.rpartition(".")
         units = tuple(fold.units.tolist())
-        if fold.path != path or name != "weight" or not is_layer(network.get_submodule(path)):
-            return None
-        if found.setdefault(path, units) != units:
-            return None
+        is_read = fold.path == path and name == "weight" and is_layer(network.get_submodule(path))
+        if not is_read or found.setdefault(path, units) != units:
+            raise NotConstantError(f"Expected constants in front of layers, but {fold.weight!r} reads them elsewhere.")
     return found
 
 

@@ -220,5 +220,5 @@ class Picky(nn.Module):
 def test_a_refusal_says_which_gates_to_open():
     network = nn.Sequential(nn.Linear(3, 8), Gate(8), Picky(), nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 1))
     gates = {"1": torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1]), "5": torch.tensor([1.0, 0, 0, 1, 1, 1])}
-    with pytest.raises(CompactionError, match=r"module '2' \(Picky\).*can be cut with all gates of '1' open"):
+    with pytest.raises(CompactionError, match=r"line \d+ of .*can be cut with all gates of '1' open"):
         compact(network, gates, torch.randn(4, 3))

@@ -1,7 +1,6 @@
 """What the code of a network may do, and networks, examples and gates that can't be taken, refused by name."""
 
 import copy
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -31,13 +30,6 @@ def Net(function, **layers):  # noqa: N802
 
 def images(function):
     return Net(function, a=nn.Conv2d(3, 4, 3), gate=Gate(4, dim=1))
-
-
-def refused(net, x, message, gates=None, error=ValueError):
-    if gates is None:
-        gates = {name: torch.ones(gate.size) for name, gate in gate_names(net).items()}
-    with pytest.raises(error, match=message):
-        compact(net, gates, x)
 
 
 # ------------------------------------------------------------ what is taken is right
@@ -163,7 +155,8 @@ def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
 
     monkeypatch.setitem(maps._RULES, "aten::relu", fail)
     net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.ReLU(), nn.Linear(4, 2))
-    refused(net, VECTORS, f"raises {type(error).__name__}", {"1": GATE}, CompactionError)
+    with pytest.raises(CompactionError, match=f"raises {type(error).__name__}"):
+        compact(net, {"1": GATE}, VECTORS)
 
 
 def test_closed_units_that_stay_have_a_reason():
@@ -240,94 +233,89 @@ def test_sizes_in_attributes_are_found(how):
     assert (net.width, net.shape, net.sizes) == (4, (2, 4), [2, 4])
 
 
-def test_sizes_of_new_tensors_are_named():
-    net = Net(lambda net, x: net.b(net.gate(net.a(x) + torch.ones(4))))
-    refused(net, VECTORS, r"the network \(Net\) .*ones\(4\).* must match the size", {"gate": GATE}, CompactionError)
+# ------------------------------------------------------------ what is refused
 
 
-def test_sizes_written_into_the_code_are_named():
-    """By the module, its class, the line, and what to do."""
-    net = nn.Sequential(HardCoded("literal"), nn.Linear(2, 1))
-    refused(
-        net,
-        VECTORS,
-        r"module '0' \(HardCoded\) \(line \d+ of test_refusals.py: h = h.view\(len\(h\).*"
-        r"shape '\[5, 2, 4\]' is invalid for input of size 30. Take sizes from the tensors",
-        {"0.gate": GATE},
-        CompactionError,
-    )
+def dense():
+    return Net(lambda net, x: net.b(net.gate(net.a(x))))
 
 
-# ------------------------------------------------------------ examples
+def recurrent():
+    return nn.Sequential(nn.LSTM(3, 4), Gate(4), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64, torch.float16])
-@pytest.mark.parametrize("kind", ["dense", "maps"])
-def test_examples_of_another_type_are_named(dtype, kind):
-    net, x = (
-        (Net(lambda net, x: net.b(net.gate(net.a(x)))), VECTORS)
-        if kind == "dense"
-        else (images(lambda net, x: net.b(net.gate(net.a(x)).mean((2, 3)))), IMAGES)
-    )
-    refused(
-        net, x.abs().to(dtype), rf"but got one of shape \(.*\) and type {dtype}, at which module 'a' \(.*\) .*raises"
-    )
+def fixed():
+    return fix_gates(dense(), {"gate": GATE})
 
 
-def test_examples_elsewhere_and_of_other_kinds_are_named():
-    net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Linear(4, 2))
-    elsewhere = copy.deepcopy(net).to("meta")
-    refused(net, VECTORS.to("meta"), "example on cpu, where .* but got one on meta; move it by .to")
-    refused(elsewhere, VECTORS.to("meta"), "a network with values", {"1": torch.ones(4)})
-    refused(net, VECTORS[:0], r"with entries, but got shape \(0, 6\)", {"1": torch.ones(4)})
-    refused(net, 3.0, "example that is a tensor, a tuple", error=TypeError)
-    refused(net, (3.0,), "example with tensors, but got tuple without any", error=TypeError)
-    refused(lambda x: x, VECTORS, "network to be a torch module, but got function", {}, TypeError)
+ONES = torch.ones(4)
 
 
-def test_networks_that_are_not_ready_are_named():
-    lazy = nn.Sequential(nn.LazyLinear(4), Gate(4), nn.Linear(4, 2))
-    refused(lazy, VECTORS, "'0.weight' is lazy; call the network once", {"1": torch.ones(4)})
-    kept = Net(lambda net, x: net.b(net.gate(net.a(x))))
-    kept.last = kept.a(VECTORS)  # a result with a graph
-    assert compact(kept, {"gate": GATE}, VECTORS).network.last.grad_fn is None
-    kept.lock = threading.Lock()
-    refused(kept, VECTORS, "copy.deepcopy can copy, but it can't copy Net")
-    refused(Gate(6), VECTORS, "but got a gate alone; put it into nn.Sequential")
+@pytest.mark.parametrize(
+    ("net", "gates", "x", "error", "message"),
+    [
+        # Sizes in the code: the line and what to do.
+        (
+            Net(lambda net, x: net.b(net.gate(net.a(x) + torch.ones(4)))),
+            {"gate": GATE},
+            VECTORS,
+            CompactionError,
+            r"line \d+ of test_refusals.py \(Net\(.*ones\(4\).* must match the size",
+        ),
+        (
+            nn.Sequential(HardCoded("literal"), nn.Linear(2, 1)),
+            {"0.gate": GATE},
+            VECTORS,
+            CompactionError,
+            r"line \d+ of test_refusals.py \(h = h.view\(len\(h\).*"
+            r"shape '\[5, 2, 4\]' is invalid for input of size 30. Take sizes from the tensors",
+        ),
+        # Networks and examples.
+        (lambda x: x, {}, VECTORS, TypeError, "network to be a torch module, but got a value of type function"),
+        (dense(), {"gate": ONES}, 3.0, TypeError, "example that is a tensor, a tuple"),
+        (dense(), {"gate": ONES}, (3.0,), ValueError, r"example of tensors with entries, but got ones of shapes \[\]"),
+        (dense(), {"gate": ONES}, VECTORS[:0], ValueError, r"with entries, but got ones of shapes \[\(0, 6\)\]"),
+        (dense(), {"gate": ONES}, VECTORS.double(), RuntimeError, "must have the same dtype, but got Double and Float"),
+        (nn.Sequential(nn.LazyLinear(4), Gate(4)), {"1": ONES}, VECTORS, ValueError, "'0.weight' is lazy; call the"),
+        (recurrent(), {"1": ONES}, SEQUENCES[..., :3], TypeError, r"tensor at gate 1, but got a tuple; .*nn\.LSTM"),
+        # Gates.
+        (dense(), {}, VECTORS, ValueError, "no value for 'gate'"),
+        (dense(), {"gate": ONES, "other": ONES}, VECTORS, ValueError, r"has \['gate'\].*no layer for 'other'"),
+        (dense(), {"gate": ONES[:3]}, VECTORS, ValueError, r"gates\['gate'\] of shape \(4,\), but got \(3,\)"),
+        (dense(), {"gate": ONES * torch.nan}, VECTORS, ValueError, r"gates\['gate'\] in \[0, 1\]"),
+        (fixed(), {"gate": ONES}, VECTORS, ValueError, "no layer for 'gate' .gates of this network have been fixed"),
+    ],
+)
+def test_what_cannot_be_compacted(net, gates, x, error, message):
+    with pytest.raises(error, match=message):
+        compact(net, gates, x)
 
 
-def test_shrinking_refuses_them_too():
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"example": torch.ones(2, 7)}, RuntimeError, "shapes cannot be multiplied"),
+        ({"guide": None}, TypeError, r"a guide with posterior\(\) and keep\(\)"),
+        ({"threshold": 0.0}, ValueError, "threshold strictly between 0 and 1, but got 0.0"),
+        ({"threshold": 1.0}, ValueError, "threshold strictly between 0 and 1, but got 1.0"),
+        ({"threshold": "low"}, TypeError, "threshold to be a number"),
+        ({"patience": 0}, ValueError, "patience of at least 1, but got 0"),
+    ],
+)
+def test_what_no_shrinker_takes(options, error, message):
     """When it is made, before anything is trained."""
     net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Linear(4, 2))
     guide = AutoGate(net)
     guide(VECTORS)
-    with pytest.raises(ValueError, match=r"but got one of shape \(2, 7\) .* at which module '0' \(Linear\)"):
-        Shrinker(net, guide, torch.ones(2, 7), torch.optim.SGD(net.parameters(), 0.1))
+    optimiser = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(error, match=message):
+        Shrinker(net, **{"guide": guide, "example": VECTORS, "optimiser": optimiser} | options)
 
 
-# ------------------------------------------------------------ gates
-
-
-def test_gates_that_are_fixed_already_are_named():
-    net = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), Gate(4)), nn.Linear(4, 2))
-    gates = {"1.1": torch.ones(4)}
-    refused(fix_gates(net, gates), VECTORS, "'1.1' is a FixedGate: the gates of this network are fixed", gates)
-
-
-@pytest.mark.parametrize(
-    ("gates", "message"),
-    [
-        ({}, "no value for 'hidden'"),
-        ({"hidden": torch.ones(4), "other": torch.ones(2)}, r"has \['hidden'\].*no layer for 'other'"),
-        ({"hidden": torch.ones(3)}, r"gates\['hidden'\] of shape \(4,\), but got \(3,\)"),
-        ({"hidden": torch.tensor([0.0, 1.0, torch.nan, 1.0])}, r"gates\['hidden'\] in \[0, 1\]"),
-        ({"hidden": torch.ones(4, device="meta")}, r"gates\['hidden'\] with values, but it is on the device meta"),
-    ],
-)
-def test_wrong_gates_are_named(gates, message):
-    refused(
-        Net(lambda net, x: net.b(net.hidden(net.a(x))), gate=nn.Identity(), hidden=Gate(4)), VECTORS, message, gates
-    )
+def test_results_with_a_graph_are_copied():
+    kept = dense()
+    kept.last = kept.a(VECTORS)
+    assert compact(kept, {"gate": GATE}, VECTORS).network.last.grad_fn is None
 
 
 # ------------------------------------------------------------ causes, and not where they show
@@ -351,14 +339,6 @@ def test_gate_in_a_weight_parametrisation_acts_on_weights():
     x = torch.randn(2, 3)
     expected = fix_gates(net, gates).eval()(x)
     torch.testing.assert_close(compact(net, gates, x).network(x), expected)
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
-def test_gate_behind_a_recurrent_layer_is_named(layer):
-    """Not the dense layer behind it, which can't take a tuple either."""
-    net = nn.Sequential(layer(3, 4), Gate(4), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match=r"module '1' \(Gate\).* a tensor at gate 1, but got a tuple; .*nn\.LSTM"):
-        compact(net, {"1": torch.ones(4)}, torch.ones(2, 5, 3))
 
 
 def test_closed_gates_that_cut_nothing_are_told():

@@ -216,10 +216,3 @@ def test_inputs_are_selected_anew_after_a_shrinking_that_removes_some():
             assert inputs.tolist() == [kept, kept]
             found.append(inputs)
     assert found[0] is found[1]
-
-
-@pytest.mark.parametrize(("option", "value"), [("threshold", 0.0), ("threshold", 1.0), ("patience", 0)])
-def test_bad_options(option, value):
-    model, guide, loss, optimiser, x, _ = build()
-    with pytest.raises(ValueError, match=f"Expected {option} .*, but got {value}"):
-        Shrinker(model.net, guide, x, optimiser, loss.elbo, **{option: value})

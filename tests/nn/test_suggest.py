@@ -1,6 +1,7 @@
 """Places for gates in networks without any."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
-from pyro_l0.compaction import compact as search
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
@@ -387,7 +387,7 @@ def test_what_is_suggested_can_be_cut(forward):
 
 def test_sites_of_one_kind_are_tried_together(monkeypatch):
     """The first of eight layers that can't be cut is tried alone; what can be is still suggested."""
-    trials = []
+    trials, search = [], importlib.import_module("pyro_l0.compaction.compact")
     tried = search.refusal
     monkeypatch.setattr(search, "refusal", lambda *args: trials.append(1) or tried(*args))
     checks = Net(lambda net, x: net.down(pick(net.up(x).relu())), up=nn.Linear(6, 12), down=nn.Linear(12, 6))
