@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import Bounded, GateDistribution, JointDraw, as_parameters, check_rate, probability
+from pyro_l0.distributions.gate import Bounded, GateDistribution, JointDraw, as_parameters, probability
 from pyro_l0.maths.special import Number
 
 
@@ -29,9 +29,6 @@ class BernoulliGate(GateDistribution):
     Args:
         probs: probability of an open gate, in (0, 1), shape ``batch_shape``.
         logits: log odds of an open gate, instead of ``probs``.
-
-    Shape:
-        ``sample(sample_shape)`` gives ``sample_shape + batch_shape``.
 
     Raises:
         ValueError: both or neither of ``probs`` and ``logits`` are given, or a value is outside its constraint.
@@ -54,13 +51,8 @@ class BernoulliGate(GateDistribution):
     ) -> None:
         if (logits is None) == (probs is None):
             raise ValueError(f"Expected one of probs and logits, but got probs {probs} and logits {logits}.")
-        if probs is not None:
-            (rate,), _ = as_parameters({}, probs=probs)
-            if validate_args is not False:
-                check_rate("probs", rate, "BernoulliGate")
-            logits = torch.logit(rate)
-        assert logits is not None
-        (self.logits,), _ = as_parameters({}, logits=logits)
+        (given,), _ = as_parameters({}, **({"probs": probs} if logits is None else {"logits": logits}))
+        self.logits = torch.logit(given) if logits is None else given
         super().__init__(self.logits.shape, validate_args=validate_args)
 
     @property
@@ -69,22 +61,8 @@ class BernoulliGate(GateDistribution):
         return torch.sigmoid(self.logits)
 
     @classmethod
-    def from_active_prob(cls, active_prob: Number, validate_args: bool | None = None) -> Self:
-        """The Bernoulli gate with P(z != 0) = ``active_prob``.
-
-        Args:
-            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
-            validate_args: whether the gate checks its arguments later on.
-
-        Raises:
-            ValueError: the rate is not strictly between 0 and 1.
-
-        Example:
-            >>> BernoulliGate.from_active_prob(0.25).active_prob
-            tensor(0.2500)
-        """
-        check_rate("active_prob", active_prob, cls.__name__)
-        return cls(probs=active_prob, validate_args=validate_args)
+    def _at_rate(cls, rate: Tensor) -> dict[str, Number]:
+        return {"logits": torch.logit(rate)}
 
     @property
     def log_prob_zero(self) -> Tensor:

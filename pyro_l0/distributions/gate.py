@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 import traceback
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
-from itertools import islice
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform, biject_to, constraints, transform_to
 from torch.types import _size
 
+from pyro_l0.expect import expect
 from pyro_l0.maths import host
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, cat_flat
@@ -51,8 +50,9 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
     main memory that needs no gradient; other tensors stay the objects they are. Half precision becomes float32, because
     atoms are found by exact comparison and bfloat16 rounds interior values to 1.
     """
-    named = {**full, **shared}
-    dtypes = [x.dtype for x in named.values() if isinstance(x, Tensor)] or [torch.get_default_dtype()]
+    dtypes = [x.dtype for x in (*full.values(), *shared.values()) if isinstance(x, Tensor)] or [
+        torch.get_default_dtype()
+    ]
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
     device = next((x.device for x in full.values() if isinstance(x, Tensor)), None)
 
@@ -65,22 +65,14 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
 
     shared_values = [convert(x) for x in shared.values()]
     full_values = [torch.as_tensor(x, dtype=dtype, device=device) for x in full.values()]
-    try:
-        batch_shape = torch.broadcast_shapes(
-            *(x.shape for x in (*full_values, *shared_values) if isinstance(x, Tensor))
-        )
-    except RuntimeError as error:
-        shapes = ", ".join(f"{name} {tuple(torch.as_tensor(x).shape)}" for name, x in named.items())
-        raise ValueError(f"Expected parameters whose shapes broadcast, but got {shapes}.") from error
+    batch_shape = torch.broadcast_shapes(*(x.shape for x in (*full_values, *shared_values) if isinstance(x, Tensor)))
     return [x.expand(batch_shape) for x in full_values], shared_values
 
 
 def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
     """Refuse a probability outside the open range that a family can reach, if its values can be told."""
-    try:
-        rate = torch.as_tensor(value)
-    except RuntimeError as error:  # of what is no number
-        raise TypeError(f"Expected {name} to be a number or a tensor, but got {value!r}.") from error
+    expect(Real | Tensor, "a number or a tensor", **{name: value})
+    rate = torch.as_tensor(value)
     if host.opaque(rate):
         return
     if not bool(((rate > low) & (rate < high)).all()):
@@ -88,11 +80,6 @@ def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, 
             f"Expected {name} strictly between {low:g} and {high:g}, the range that {family} can reach, "
             f"but got {value}."
         )
-
-
-_has_warned = False
-# Estimators whose gradient has no bias on a gate: an analytic KL, and one that differentiates no sample.
-_EXACT = ("TraceMeanField_ELBO", "ReweightedWakeSleep")
 
 
 class GateSupport(constraints.interval):
@@ -109,7 +96,8 @@ class GateDistribution(TorchDistribution):
     r"""A random multiplier on :math:`[0, 1]` that is exactly 0 or exactly 1 with positive probability.
 
     Densities are with respect to :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`: ``log_prob`` is a log mass
-    at 0 and at 1 and a log density in between, in nats.
+    at 0 and at 1 and a log density in between, in nats. Parameters broadcast to ``batch_shape``, and those in half
+    precision are computed in float32; ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
 
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned`` and
     the others in ``_fixed``, and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and
@@ -123,10 +111,12 @@ class GateDistribution(TorchDistribution):
     Class attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
-        _fixed: the other parameters, keywords of ``from_active_prob``; each is kept in an attribute with an underscore.
+        defaults: the options of ``from_active_prob`` and their values, which are a paper's.
+        _fixed: the other parameters, all among these options; each is kept in an attribute with an underscore.
 
     Raises:
         TypeError: ``validate_args`` is not True, False or None.
+        ValueError: a parameter is outside its constraint.
 
     Example:
         >>> import pyro_l0
@@ -139,22 +129,20 @@ class GateDistribution(TorchDistribution):
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
+    defaults: ClassVar[Mapping[str, float]] = {}
     _fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
     ) -> None:
-        if validate_args is not None and not isinstance(validate_args, bool):
-            raise TypeError(f"Expected validate_args to be True, False or None, but got {validate_args!r}.")
+        expect(bool | None, "True, False or None", validate_args=validate_args)
         if any(isinstance(x, Tensor) and host.opaque(x) for x in self._state().values()):
             validate_args = False
         super().__init__(torch.Size(batch_shape), torch.Size(event_shape), validate_args=validate_args)
 
     def __repr__(self) -> str:
         """The learned parameters, and the others that are not the defaults; of larger tensors the shape."""
-        usual = {name: x.default for name, x in inspect.signature(self.from_active_prob).parameters.items()}
-        usual |= {name: getattr(self, f"default_{name}") for name in usual if hasattr(self, f"default_{name}")}
-        others = {k: x for k, x in self.fixed_options.items() if isinstance(x, Tensor) or x != usual[k]}
+        others = {k: x for k, x in self.fixed_options.items() if isinstance(x, Tensor) or x != self.defaults.get(k)}
         shown = {name: getattr(self, name) for name in self.learned} | others
         values = {name: x.shape if isinstance(x, Tensor) and x.numel() != 1 else x for name, x in shown.items()}
         return f"{type(self).__name__}({', '.join(f'{name}: {x}' for name, x in values.items())})"
@@ -192,20 +180,8 @@ class GateDistribution(TorchDistribution):
 
     @classmethod
     @abstractmethod
-    def from_active_prob(cls, active_prob: Number) -> Self:
-        """The gate of this family with P(z != 0) = ``active_prob``; further parameters have defaults."""
-
-    @classmethod
-    def from_logits(cls, logits: Tensor, **options: Any) -> Self:
-        """The gate of this family whose P(z != 0) has the given logits, shape ``batch_shape``.
-
-        Logits beyond ±15 count as ±15, except for hard concretes.
-
-        Args:
-            logits: log odds of an open gate, such as the output of a network.
-            **options: keywords of :meth:`from_active_prob`.
-        """
-        return cls.from_active_prob(torch.sigmoid(logits.clamp(-15, 15)), **options)
+    def _at_rate(cls, rate: Tensor, *args: Any, **options: Any) -> dict[str, Number]:
+        """All parameters of the gate of a rate, given the options by name."""
 
     @abstractmethod
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
@@ -220,6 +196,51 @@ class GateDistribution(TorchDistribution):
         """P(Z <= z) at 0 <= z < 1."""
 
     # ------------------------------------------------------------ what follows
+
+    @classmethod
+    def from_active_prob(
+        cls, active_prob: Number, *, validate_args: bool | None = None, **options: Number | None
+    ) -> Self:
+        """The gate of this family with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, of the shape that the gate gets: in (0, 1), and between the rates of the two
+                components of a mixture.
+            validate_args: whether the gate checks its arguments later on.
+            **options: parameters that the rate does not determine, by name; the others are those of ``defaults``.
+                :class:`~pyro_l0.HardConcrete` also takes ``one_given_active``, the wanted P(z = 1 | z != 0), which
+                determines the temperature.
+
+        Raises:
+            TypeError: the family has no such option.
+            ValueError: a parameter is outside its constraint, or the family cannot reach the rate; the message states
+                its range.
+
+        Example:
+            >>> from pyro_l0 import HardConcrete
+            >>> HardConcrete.from_active_prob(0.1, one_given_active=0.8).log_prob_one.exp()
+            tensor(0.0800)
+        """
+        expect(Real | Tensor, "a number or a tensor", active_prob=active_prob)
+        given: dict[str, Number] = {**cls.defaults, **{name: x for name, x in options.items() if x is not None}}
+        full = {name: x for name, x in given.items() if name in cls.learned}
+        (rate, *values), _ = as_parameters({}, active_prob=active_prob, **full)
+        parameters = cls._at_rate(rate, **{**given, **dict(zip(full, values, strict=True))})
+        check_rate("active_prob", active_prob, cls.__name__)  # a family with a range of its own has checked it
+        make: Callable[..., Self] = cls
+        return make(**parameters, validate_args=validate_args)
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, **options: Any) -> Self:
+        """The gate of this family whose P(z != 0) has the given logits, shape ``batch_shape``.
+
+        Logits beyond ±15 count as ±15, except for hard concretes.
+
+        Args:
+            logits: log odds of an open gate, such as the output of a network.
+            **options: keywords of :meth:`from_active_prob`.
+        """
+        return cls.from_active_prob(torch.sigmoid(logits.clamp(-15, 15)), **options)
 
     @property
     def test_gate(self) -> Tensor:
@@ -259,7 +280,7 @@ class GateDistribution(TorchDistribution):
         return torch.zeros_like(self.log_active_prob)
 
     @classmethod
-    def closed(cls, **options: Number) -> Self:
+    def closed(cls, **options: Any) -> Self:
         """A gate of this family that is closed for good: P(z != 0) is 1e-6 or its minimum, and the test gate is 0.
 
         Args:
@@ -268,7 +289,7 @@ class GateDistribution(TorchDistribution):
         return cls.from_active_prob(torch.tensor(1e-6), **options)
 
     @property
-    def fixed_options(self) -> dict[str, Number]:
+    def fixed_options(self) -> dict[str, Any]:
         """The parameters that a guide does not learn, as keywords of ``from_active_prob``."""
         return {name: getattr(self, f"_{name}") for name in self._fixed}
 
@@ -282,7 +303,7 @@ class GateDistribution(TorchDistribution):
 
     def rectify(self, value: Tensor) -> Tensor:
         """The gate's value for a draw of :meth:`base_distribution`."""
-        raise NotImplementedError(f"A {type(self).__name__} is not the rectification of a continuous variable.")
+        return value.clamp(0, 1)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log mass at 0 and at 1, log density in between; in nats.
@@ -295,8 +316,6 @@ class GateDistribution(TorchDistribution):
         """
         if self._validate_args:
             self._validate_sample(value)
-        if value.requires_grad and self.has_rsample and not host.transformed():
-            _warn_if_sampled()
         interior = (value > 0) & (value < 1)
         # The unused branch of a where still sends a gradient; 1/2 keeps it finite.
         log_density = self._log_density(torch.where(interior, value, 0.5))
@@ -449,33 +468,6 @@ def _kind(gate: GateDistribution) -> tuple[object, ...] | None:
     return type(gate), options, like.dtype, like.device
 
 
-def _warn_if_sampled() -> None:
-    """Warn once when a Trace-style ELBO is about to differentiate a sampled gate KL.
-
-    An ELBO does not tell a distribution who asks for a log probability, so this reads the call stack: the guide's
-    terms are computed by ``Trace.compute_score_parts``, a few frames below the ELBO.
-    """
-    global _has_warned
-    if _has_warned:
-        return
-    callers = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
-    # Independent and masked wrappers, score_parts itself
-    if not any(frame.f_code.co_name == "compute_score_parts" for frame in islice(callers, 4)):
-        return
-    for frame in callers:
-        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
-        if "ELBO" in kinds or "ReweightedWakeSleep" in kinds:
-            if not any(kind in _EXACT for kind in kinds):
-                _has_warned = True
-                warnings.warn(
-                    f"{kinds[0]} samples the KL of a gate, and the gradient of a sampled KL misses the mass that "
-                    "crosses the atoms: it is biased, however many particles are drawn. Use pyro_l0.infer.L0_ELBO "
-                    "or pyro.infer.TraceMeanField_ELBO, whose gate KL is exact.",
-                    stacklevel=3,
-                )
-            return
-
-
 def find_gate(fn: object) -> GateDistribution | None:
     """The gate inside ``to_event``, ``mask`` and ``expand`` wrappers, or None."""
     while type(fn) is Independent:  # the usual wrapper; abstract classes answer isinstance slowly
@@ -533,18 +525,10 @@ def rewrap(fn: Any, new: Any) -> TorchDistribution:
 def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
     """Answers samplers and guides of continuous variables, which ask a support for its transform.
 
-    They pass the support alone, so the site's name and gate are read from the call stack.
+    They pass the support alone, which knows no site.
     """
-    where = "a gate site"
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        here = frame.f_locals
-        site = here.get("site", here.get("node", {"name": here.get("name"), "fn": here.get("prior")}))
-        gate = find_gate(site.get("fn")) if isinstance(site, dict) else None
-        if gate is not None:
-            where = f"gate site {site['name']!r}, a {type(gate).__name__}"
-            break
     raise ValueError(
-        f"Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got {where}, "
+        "Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got a gate, "
         "which is exactly 0 or 1 with positive probability. Sample it with pyro_l0.infer.sample_posterior; or "
         "reparameterise each gate but a BernoulliGate, as in pyro.poutine.reparam(model, {'z': "
         "pyro_l0.infer.reparam.RectifyReparam()}), or use pyro_l0.infer.AutoGate with L0_ELBO."

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import Bounded, JointDraw, as_parameters, check_rate
-from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate, integrate
+from pyro_l0.distributions.stretched import LIMITS, STRETCH_LIMITS, StretchedGate, integrate
 from pyro_l0.maths import hard_concrete, host, quadrature, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
@@ -27,20 +27,11 @@ class HardConcrete(StretchedGate):
 
     .. math:: z = \min(1, \max(0, s(\zeta - \gamma) + \gamma)).
 
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
-
     Args:
         log_alpha: location, shape ``batch_shape``.
         temperature: positive, broadcast against ``log_alpha``.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
 
     Example:
         >>> HardConcrete(torch.tensor([-4.0, 4.0])).active_prob
@@ -56,7 +47,8 @@ class HardConcrete(StretchedGate):
 
     arg_constraints: ClassVar = {"log_alpha": Bounded(), "temperature": Bounded(lower=0), **STRETCH_LIMITS}
     learned: ClassVar = {"log_alpha": constraints.real}
-    _fixed = ("temperature", "gamma", "zeta")
+    defaults: ClassVar = {"temperature": 2 / 3, **LIMITS}
+    _fixed = tuple(defaults)
 
     def __init__(
         self,
@@ -77,40 +69,15 @@ class HardConcrete(StretchedGate):
         return self._filled(self._temperature)
 
     @classmethod
-    def from_active_prob(
-        cls,
-        active_prob: Number,
-        one_given_active: Number | None = None,
-        temperature: Number = 2 / 3,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> Self:
-        """The hard concrete with P(z != 0) = ``active_prob``.
-
-        Args:
-            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
-            one_given_active: wanted P(z = 1 | z != 0), in (0, 1); it determines the temperature.
-            temperature: temperature, if ``one_given_active`` is not given.
-            gamma: lower stretch limit.
-            zeta: upper stretch limit.
-            validate_args: whether the gate checks its arguments later on.
-
-        Raises:
-            ValueError: a parameter is outside its constraint, or a probability is not strictly between 0 and 1.
-
-        Example:
-            >>> HardConcrete.from_active_prob(0.1, one_given_active=0.8).log_prob_one.exp()
-            tensor(0.0800)
-        """
-        check_rate("active_prob", active_prob, cls.__name__)
-        (rate,), _ = as_parameters({}, active_prob=active_prob)
-        stretch = cls(torch.zeros_like(rate), temperature, gamma, zeta, validate_args=True).stretch
+    def _at_rate(
+        cls, rate: Tensor, temperature: Number, gamma: Number, zeta: Number, one_given_active: Number | None = None
+    ) -> dict[str, Number]:
+        stretch = cls(torch.zeros_like(rate), temperature, gamma, zeta).stretch
         if one_given_active is not None:
             check_rate("one_given_active", one_given_active, cls.__name__)
             temperature = (torch.logit(rate) - torch.logit(rate * one_given_active)) / (stretch.t1 - stretch.t0)
         log_alpha = torch.logit(rate) + temperature * stretch.t0
-        return cls(log_alpha, temperature, gamma, zeta, validate_args=validate_args)
+        return {"log_alpha": log_alpha, "temperature": temperature, "gamma": gamma, "zeta": zeta}
 
     @classmethod
     def from_logits(cls, logits: Tensor, **options: Any) -> Self:

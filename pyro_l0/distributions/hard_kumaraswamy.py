@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0.distributions.gate import Bounded, as_parameters, check_rate
-from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
+from pyro_l0.distributions.gate import Bounded, as_parameters
+from pyro_l0.distributions.stretched import LIMITS, STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s
 from pyro_l0.maths.special import Number, log1mexp
@@ -22,20 +22,11 @@ class HardKumaraswamy(UnitIntervalGate):
 
     .. math:: P(s > x) = (1 - x^a)^b, \qquad z = \min(1, \max(0, s(\zeta - \gamma) + \gamma)).
 
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
-
     Args:
         concentration1: a, positive; a larger one moves mass to 1. Shape ``batch_shape``.
         concentration0: b, positive; a larger one moves mass to 0. Broadcast against a.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
 
     Example:
         >>> HardKumaraswamy(torch.tensor([0.5, 2.0]), 0.5).active_prob
@@ -51,6 +42,7 @@ class HardKumaraswamy(UnitIntervalGate):
         **STRETCH_LIMITS,
     }
     learned: ClassVar = {"concentration1": constraints.positive, "concentration0": constraints.positive}
+    defaults: ClassVar = {"concentration1": 0.5, **LIMITS}  # below 1 the gate prefers its ends
     _fixed = ("gamma", "zeta")
 
     def __init__(
@@ -67,34 +59,10 @@ class HardKumaraswamy(UnitIntervalGate):
         super().__init__(self.concentration1.shape, validate_args=validate_args)
 
     @classmethod
-    def from_active_prob(
-        cls,
-        active_prob: Number,
-        concentration1: Number = 0.5,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> Self:
-        """The hard Kumaraswamy gate with P(z != 0) = ``active_prob``.
-
-        Args:
-            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
-            concentration1: a; below 1 the gate prefers its ends.
-            gamma: lower stretch limit.
-            zeta: upper stretch limit.
-            validate_args: whether the gate checks its arguments later on.
-
-        Raises:
-            ValueError: a parameter is outside its constraint, or the rate is not strictly between 0 and 1.
-
-        Example:
-            >>> HardKumaraswamy.from_active_prob(0.25).active_prob
-            tensor(0.2500)
-        """
-        check_rate("active_prob", active_prob, cls.__name__)
-        (rate, a), _ = as_parameters({}, active_prob=active_prob, concentration1=concentration1)
-        unit = cls(a, torch.ones_like(a), gamma, zeta, validate_args=True)
-        return cls(a, torch.log(rate) / unit.log_active_prob, gamma, zeta, validate_args=validate_args)
+    def _at_rate(cls, rate: Tensor, concentration1: Tensor, gamma: Number, zeta: Number) -> dict[str, Number]:
+        unit = cls(concentration1, torch.ones_like(concentration1), gamma, zeta)
+        b = torch.log(rate) / unit.log_active_prob
+        return {"concentration1": concentration1, "concentration0": b, "gamma": gamma, "zeta": zeta}
 
     def _unit_log_density(self, x: Point) -> Tensor:
         return _log_density(log_s(x), self.concentration1, self.concentration0)

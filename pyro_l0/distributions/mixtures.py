@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import Bounded, as_parameters, check_rate
-from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
+from pyro_l0.distributions.stretched import LIMITS, STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, mixture
 from pyro_l0.maths.host import kept
 from pyro_l0.maths.mixture import Component, Exponential, ExponentialUniform, Point, PowerLaw
@@ -29,6 +29,18 @@ class MixtureGate(UnitIntervalGate):
     logits: Tensor
     _beta: Number
     learned: ClassVar = {"logits": constraints.real}
+    _fixed: ClassVar[tuple[str, ...]] = ("beta", "gamma", "zeta")
+
+    def __init__(
+        self,
+        logits: Number,
+        beta: Number | None = None,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> None:
+        beta = self.defaults["beta"] if beta is None else beta
+        self._set(logits, validate_args, beta=beta, gamma=gamma, zeta=zeta)
 
     def _set(self, logits: Number, validate_args: bool | None, **shared: Number) -> None:
         (self.logits,), values = as_parameters(shared, logits=logits)
@@ -52,20 +64,19 @@ class MixtureGate(UnitIntervalGate):
         return torch.sigmoid(self.logits)
 
     @classmethod
-    def _from_active_prob(cls, active_prob: Number, validate_args: bool | None, **options: Number) -> Self:
+    def _at_rate(cls, rate: Tensor, **options: Number) -> dict[str, Number]:
         make: Callable[..., Self] = cls
-        (rate,), _ = as_parameters({}, active_prob=active_prob)
         # In double, as the rate is located between two that may be near.
         shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
-        ends = make(torch.zeros((), dtype=torch.float64, device=rate.device), **shared, validate_args=True)
+        ends = make(torch.zeros((), dtype=torch.float64, device=rate.device), **shared)
         low, high = (ends._filled(x) for x in ends._active_probs)
         if not (host.opaque(low) or host.opaque(high)):
-            check_rate("active_prob", active_prob, cls.__name__, float(low.amax()), float(high.amin()))
+            check_rate("active_prob", rate, cls.__name__, float(low.amax()), float(high.amin()))
         logits = torch.log(rate.double() - low) - torch.log(high - rate.double())
-        return make(logits.to(rate.dtype), **options, validate_args=validate_args)
+        return {"logits": logits.to(rate.dtype), **options}
 
     @classmethod
-    def closed(cls, **options: Number) -> Self:
+    def closed(cls, **options: Any) -> Self:
         """The gate without the component near 1, whose P(z != 0) is the family's minimum.
 
         Args:
@@ -174,75 +185,18 @@ def _number_active_probs(
     return float(low), float(high)
 
 
-class BetaMixtureGate(MixtureGate):
-    """A mixture gate whose component has the one parameter ``beta``."""
-
-    _fixed = ("beta", "gamma", "zeta")
-    default_beta: ClassVar[float]
-
-    def __init__(
-        self,
-        logits: Number,
-        beta: Number | None = None,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> None:
-        beta = self.default_beta if beta is None else beta
-        self._set(logits, validate_args, beta=beta, gamma=gamma, zeta=zeta)
-
-    @classmethod
-    def from_active_prob(
-        cls,
-        active_prob: Number,
-        beta: Number | None = None,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> Self:
-        """The gate with P(z != 0) = ``active_prob``.
-
-        Args:
-            active_prob: wanted rate, between the rates of the two components, of the shape that the gate gets.
-            beta: sharpness; by default ``default_beta``, the paper's choice for MNIST.
-            gamma: lower stretch limit.
-            zeta: upper stretch limit.
-            validate_args: whether the gate checks its arguments later on.
-
-        Raises:
-            ValueError: a parameter is outside its constraint, or this gate cannot reach the rate; the message
-                states its range.
-
-        Example:
-            >>> from pyro_l0 import ExponentialGate
-            >>> ExponentialGate.from_active_prob(0.25).active_prob
-            tensor(0.2500)
-        """
-        beta = cls.default_beta if beta is None else beta
-        return cls._from_active_prob(active_prob, validate_args, beta=beta, gamma=gamma, zeta=zeta)
-
-
-class ExponentialGate(BetaMixtureGate):
+class ExponentialGate(MixtureGate):
     r"""Gate from a mixture of two truncated exponentials, stretched and clipped (MDR-Exp).
 
     .. math::
         s \sim (1 - q) \frac{\beta e^{-\beta s}}{1 - e^{-\beta}} + q \frac{\beta e^{\beta (s - 1)}}{1 - e^{-\beta}},
         \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
 
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
-
     Args:
         logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
         beta: positive, broadcast against ``logits``; larger is nearer to binary (the paper calls it a temperature).
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
 
     Example:
         >>> import torch
@@ -254,34 +208,25 @@ class ExponentialGate(BetaMixtureGate):
     """
 
     arg_constraints: ClassVar = {"logits": Bounded(), "beta": Bounded(lower=0), **STRETCH_LIMITS}
-    default_beta: ClassVar[float] = 30.0
+    defaults: ClassVar = {"beta": 30.0, **LIMITS}  # the paper's beta for MNIST
 
     @property
     def _component(self) -> Exponential:
         return Exponential(self._beta)
 
 
-class PowerLawGate(BetaMixtureGate):
+class PowerLawGate(MixtureGate):
     r"""Gate from a mixture of two power laws, stretched and clipped (MDR-PowerLaw).
 
     .. math::
         s \sim \frac{1 - q}{\beta} s^{1/\beta - 1} + \frac{q}{\beta} (1 - s)^{1/\beta - 1},
         \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
 
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
-
     Args:
         logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
         beta: above 1, broadcast against ``logits``; larger is nearer to binary.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
 
     Example:
         >>> import torch
@@ -293,7 +238,7 @@ class PowerLawGate(BetaMixtureGate):
     """
 
     arg_constraints: ClassVar = {"logits": Bounded(), "beta": Bounded(lower=1), **STRETCH_LIMITS}
-    default_beta: ClassVar[float] = 40.0
+    defaults: ClassVar = {"beta": 40.0, **LIMITS}  # the paper's beta for MNIST
 
     @property
     def _component(self) -> PowerLaw:
@@ -309,8 +254,6 @@ class ExponentialUniformGate(MixtureGate):
         \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
 
     The uniform share keeps the density between the components away from 0, and with it the gradient's variance.
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
 
     Args:
         logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
@@ -318,12 +261,6 @@ class ExponentialUniformGate(MixtureGate):
         epsilon: uniform share, in (0, 1), broadcast against ``logits``.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
 
     Example:
         >>> import torch
@@ -340,7 +277,8 @@ class ExponentialUniformGate(MixtureGate):
         "epsilon": Bounded(0.0, 1.0),
         **STRETCH_LIMITS,
     }
-    _fixed = ("beta", "epsilon", "gamma", "zeta")
+    defaults: ClassVar = {"beta": 25.0, "epsilon": 0.1, **LIMITS}  # the paper's beta for MNIST
+    _fixed = tuple(defaults)
     _epsilon: Number
 
     def __init__(
@@ -362,33 +300,3 @@ class ExponentialUniformGate(MixtureGate):
     @property
     def _component(self) -> ExponentialUniform:
         return ExponentialUniform(self._beta, self._epsilon)
-
-    @classmethod
-    def from_active_prob(
-        cls,
-        active_prob: Number,
-        beta: Number = 25.0,
-        epsilon: Number = 0.1,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> Self:
-        """The gate with P(z != 0) = ``active_prob``.
-
-        Args:
-            active_prob: wanted rate, between the rates of the two components, of the shape that the gate gets.
-            beta: sharpness; 25 is the paper's choice for MNIST.
-            epsilon: uniform share.
-            gamma: lower stretch limit.
-            zeta: upper stretch limit.
-            validate_args: whether the gate checks its arguments later on.
-
-        Raises:
-            ValueError: a parameter is outside its constraint, or this gate cannot reach the rate; the message
-                states its range.
-
-        Example:
-            >>> ExponentialUniformGate.from_active_prob(0.25).active_prob
-            tensor(0.2500)
-        """
-        return cls._from_active_prob(active_prob, validate_args, beta=beta, epsilon=epsilon, gamma=gamma, zeta=zeta)

@@ -130,6 +130,7 @@ def _entropy(nodes: Nodes, stretch: Stretch, gate: QuadratureGate) -> Tensor:
     return -torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one - interior
 
 
+LIMITS = {"gamma": -0.1, "zeta": 1.1}  # of every family, by default
 STRETCH_LIMITS = {"gamma": Bounded(upper=0), "zeta": Bounded(lower=1)}
 
 

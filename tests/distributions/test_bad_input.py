@@ -66,23 +66,6 @@ def test_bad_number_parameters(family, parameters, name):
         family(**parameters)
 
 
-@pytest.mark.parametrize(
-    ("family", "shapes"),
-    [
-        (HardConcrete, dict(log_alpha=(3,), temperature=(2,))),
-        (HardConcrete, dict(log_alpha=(3,), temperature=(), gamma=(2,))),
-        (HardConcrete, dict(log_alpha=(3, 1), temperature=(1, 2), gamma=(), zeta=(4,))),
-        (RectifiedNormal, dict(loc=(3,), scale=(2,))),
-    ],
-    ids=describe,
-)
-def test_shapes_that_do_not_broadcast(family, shapes):
-    fine = dict(log_alpha=0.0, temperature=0.5, gamma=-0.1, zeta=1.1, loc=0.0, scale=0.5)
-    parameters = {name: torch.full(shape, fine[name]) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=r"broadcast.*\(3,"):
-        family(**parameters)
-
-
 @pytest.mark.parametrize("rate", BAD_RATES)
 def test_rates_outside_the_open_interval(rate):
     """A rate of 0 or 1 has no gate of these families; the message states the range."""

@@ -89,7 +89,7 @@ def test_active_probability_rises_with_the_location(log_alpha, step, temperature
 def test_from_active_prob_gives_both_probabilities(active_prob, one_given_active, stretch):
     """P(z != 0) and P(z = 1 | z != 0) come out as asked."""
     gate = HardConcrete.from_active_prob(
-        double(active_prob), double(one_given_active), gamma=stretch[0], zeta=stretch[1]
+        double(active_prob), one_given_active=double(one_given_active), gamma=stretch[0], zeta=stretch[1]
     )
     torch.testing.assert_close(gate.active_prob, double(active_prob), rtol=1e-11, atol=0)
     given_active = (gate.log_prob_one - gate.log_active_prob).exp()

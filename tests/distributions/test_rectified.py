@@ -113,9 +113,9 @@ def test_half_precision_stays_and_can_be_integrated(family, dtype):
         dist.TransformedDistribution(dist.Normal(0.0, 1.0), [dist.transforms.AbsTransform()]),
     ],
 )
-def test_a_base_without_a_cdf_is_refused(base):
-    with pytest.raises(ValueError, match=f"a base with a cdf, but {type(base).__name__} has none"):
-        Rectified(base)
+def test_a_base_without_a_cdf_has_no_masses(base):
+    with pytest.raises(NotImplementedError):
+        _ = Rectified(base).active_prob
 
 
 @pytest.mark.parametrize("base", [dist.Bernoulli(0.3), dist.Dirichlet(torch.ones(3))])
@@ -196,7 +196,7 @@ def test_log_masses_in_the_tails(base, law):
 @pytest.mark.parametrize("bad", [None, "abc", 0.5, dist.Normal])
 def test_what_is_no_distribution(bad):
     """As a base, and as a side of a KL."""
-    with pytest.raises(TypeError, match="Expected a base that is a distribution"):
+    with pytest.raises(TypeError, match="Expected base to be a distribution"):
         Rectified(bad)
     for pair in ((bad, HardConcrete(0.0)), (HardConcrete(0.0), bad)):
         with pytest.raises(TypeError, match="Expected two gates"):

@@ -209,10 +209,12 @@ def _holds(gates: GateDistribution, parameters: Mapping[str, Tensor]) -> bool:
 
 
 def first_gates(
-    site: Site, family: type[GateDistribution], rate: float, options: Mapping[str, object], jitter: float
+    site: Site, family: type[GateDistribution], rate: float, options: Mapping[str, Any], jitter: float
 ) -> GatesPosterior:
     """Gates of one P(z != 0) for a site, with normal noise on the location; constants take no part in a graph."""
-    fixed = {k: x.detach() if isinstance(x, Tensor) and x.requires_grad else x for k, x in options.items()}
+    fixed: dict[str, Any] = {
+        k: x.detach() if isinstance(x, Tensor) and x.requires_grad else x for k, x in options.items()
+    }
     start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
     template = family.from_active_prob(start, **fixed)
     plates, shape = plates_and_shape(site)

@@ -7,13 +7,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
-from pyro.infer.renyi_elbo import RenyiELBO
 from torch.distributions import kl_divergence
 
 from pyro_l0 import HardConcrete, RectifiedNormal
-from pyro_l0.distributions import gate as gate_module
 from pyro_l0.infer import L0_ELBO, AutoGate
 
 Q = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -208,9 +206,8 @@ def test_gates_beside_other_latents():
     assert not torch.equal(before, guide[0].sites["z"]["log_alpha"])
 
 
-def test_bias_of_a_sampled_kl_and_exactness_of_ours(monkeypatch):
+def test_bias_of_a_sampled_kl_and_exactness_of_ours():
     """One gate, q: log alpha 0.3, p: -1: the gradient is +0.4069; a sampled KL gives +0.3441 with any particles."""
-    monkeypatch.setattr(gate_module, "_has_warned", True)
     draws = 40_000
 
     def gradients(elbo):
@@ -231,30 +228,6 @@ def test_bias_of_a_sampled_kl_and_exactness_of_ours(monkeypatch):
         error = grad.std().item() / math.sqrt(draws)
         assert abs(grad.mean().item() - 0.3441) < 5 * error + 5e-5
         assert abs(grad.mean().item() - truth) > 10 * error
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("elbo", [Trace_ELBO(), TraceGraph_ELBO(), RenyiELBO(num_particles=2)], ids=type)
-def test_trace_style_elbos_warn_once(elbo, wrapped, monkeypatch):
-    """With a sentence that says what to use instead."""
-    monkeypatch.setattr(gate_module, "_has_warned", False)
-    leaf = torch.zeros(2, requires_grad=True)
-
-    def sample(fn):
-        fn = fn.expand([2])
-        if wrapped:
-            return pyro.sample("z", fn.to_event(1))
-        with pyro.plate("units", 2):
-            return pyro.sample("z", fn)
-
-    def step(elbo):
-        elbo.loss_and_grads(lambda: sample(HardConcrete(-1.0)), lambda: sample(HardConcrete(leaf)))
-
-    step(TraceMeanField_ELBO())
-    step(L0_ELBO())
-    with pytest.warns(UserWarning, match=r"samples the KL of a gate.*Use pyro_l0.infer.L0_ELBO"):
-        step(elbo)
-    step(elbo)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class RectifiedLogistic(GateDistribution):
 
     arg_constraints: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
     learned: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
+    defaults: ClassVar = {"scale": 0.2}
     stretch = None
 
     def __init__(self, loc, scale=0.2, validate_args=None):
@@ -36,8 +37,8 @@ class RectifiedLogistic(GateDistribution):
         return {"loc": self.loc, "scale": self.scale}
 
     @classmethod
-    def from_active_prob(cls, active_prob, scale=0.2):
-        return cls(scale * torch.logit(torch.as_tensor(active_prob)), scale)
+    def _at_rate(cls, rate, scale):
+        return {"loc": scale * torch.logit(rate), "scale": scale}
 
     log_prob_zero = property(lambda self: logsigmoid(-self.loc / self.scale))
     log_active_prob = property(lambda self: logsigmoid(self.loc / self.scale))
@@ -49,9 +50,6 @@ class RectifiedLogistic(GateDistribution):
     def rsample(self, sample_shape=torch.Size()):
         u = torch.rand(torch.Size(sample_shape) + self.batch_shape, dtype=self.loc.dtype)
         return self.rectify(self.loc + self.scale * torch.logit(u, 1e-6))
-
-    def rectify(self, value):
-        return value.clamp(0, 1)
 
     def _log_density(self, z):
         x = (z - self.loc) / self.scale
