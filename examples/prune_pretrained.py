@@ -33,6 +33,7 @@ import pyro_l0
 from common.data import load_digits
 from common.residual import ResidualNetwork
 from pyro_l0.plots import plot_curves, save_figure
+from pyro_l0.pruning import Training
 
 __all__ = ["Options", "Row", "main"]
 
@@ -90,18 +91,11 @@ def main(options: Options) -> list[Row]:
         for budget in options.budgets:
             torch.manual_seed(options.seed)
             loader = DataLoader(TensorDataset(train_x, images.train_y), BATCH, shuffle=True)
+            training = Training(evaluate=error, checkpoint=options.out / f"{budget:g}.pt", resume=options.resume)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # the report's notes, printed below
                 pruned = pyro_l0.prune(
-                    dense,
-                    F.cross_entropy,
-                    loader,
-                    test_x[:2],
-                    budget,
-                    epochs=options.epochs,
-                    evaluate=error,
-                    checkpoint=options.out / f"{budget:g}.pt",
-                    resume=options.resume,
+                    dense, F.cross_entropy, loader, test_x[:2], budget, epochs=options.epochs, training=training
                 )
             torch.save(pruned.network, options.out / f"{budget:g}-network.pt")
             left, full = pruned.report.left["macs"]

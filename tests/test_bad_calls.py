@@ -26,7 +26,8 @@ KINDS = {
     "fit": ["guide", "learning_rate", "progress"],
     "sample_posterior": ["slab", "num_samples", "warmup_steps", "num_chains"],
     "FixedGate": ["value", "dim"],
-    "prune": ["gates", "pretrained", "resume", "progress", "finetune"],
+    "Training": ["resume", "progress", "finetune", "callbacks"],
+    "prune": ["gates", "pretrained", "training"],
     "exact_posterior": ["rate", "expected_size", "slab_scale", "noise_scale", "draws"],
     "credible_sets": ["gates", "active_probs", "x", "level", "min_correlation", "names", "gate_of", "weights"],
 }

@@ -1,4 +1,4 @@
-"""The two phases of pruning: training with gates under a budget, and fine-tuning, with distillation on request."""
+"""How pruning trains: what a user sets, and the two phases, with gates under a budget and without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
+from numbers import Real
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,17 +24,133 @@ from torch.utils.data import DistributedSampler
 
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
-from pyro_l0.training.epochs import some_batches
-from pyro_l0.training.processes import average_buffers, average_gradients
+from pyro_l0.training.epochs import Stream, some_batches
+from pyro_l0.training.processes import average_buffers, average_gradients, same_everywhere
 
 _SUM = 1e-3  # how far sums of probabilities are from 1, at most
-Distil = tuple[float, float | Callable[..., Tensor]]
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """What gives batches, again and again; a :class:`torch.utils.data.DataLoader` is one."""
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+
+    def __iter__(self) -> Iterator[object]:
+        """The batches of an epoch."""
+
+
+_LEAST_STEPS = 10  # with gates
+_AFTER, _LEAST_AFTER = 0.35, 0.25  # of all steps, the part after the cut: the second where few would have gates
+_FEW_STEPS = 300  # with gates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How :func:`~pyro_l0.prune` trains. Make one and use it for any number of networks; the defaults suit most.
+
+    Attributes:
+        make_optimiser: makes an optimiser for given parameters; by default Adam with a learning rate of 1e-3. Gates
+            have their own.
+        make_schedule: makes a scheduler from an optimiser and a number of steps, for the phase with gates and for the
+            one after; by default learning rates are constant, and fall to 0 by a cosine over the last half of the
+            latter.
+        finetune: fraction of the epochs that comes after the cut, from 0 to 0.9; by default 0.35, and less, down to
+            0.25, if fewer than 300 steps would have gates.
+        distil: weight and temperature of distillation from the given network, such as ``(0.5, 2.0)``, with gates and
+            after the cut; the loss should then be a mean. If outputs are not class logits or targets not integers,
+            give a function of the network's and the given one's outputs in place of the temperature; see
+            :class:`~pyro_l0.pruning.phases.Distillation`.
+        accumulate: number of batches for each step.
+        steps_per_epoch: length of an epoch for a loader without a length, such as a stream. Each epoch continues where
+            the last one ended, and the loader starts again at its end. A resumed run skips the batches already taken.
+        autocast: type of numbers for :class:`torch.autocast`, such as ``torch.bfloat16``.
+        device: where to train; by default where the network is. The loader may give batches on another.
+        evaluate: takes a network in evaluation mode and returns its error (smaller is better), for the report and,
+            after the cut, for the history.
+        callbacks: are called after every epoch with its entry of the history.
+        progress: whether to print every epoch to the standard error.
+        checkpoint: a file that is written after every epoch, with a SHA-256 of its contents. The one before stays as
+            ``.previous``; during the run ``.lock`` says which process holds the file.
+        resume: continue from that file, bit for bit, if it exists.
+
+    Raises:
+        ValueError: a number is out of range, or there is no checkpoint to resume from.
+        TypeError: a value has the wrong type.
+
+    Example:
+        >>> from pyro_l0.pruning import Training
+        >>> training = Training(make_optimiser=lambda parameters: torch.optim.SGD(parameters, 0.1), accumulate=4)
+    """
+
+    make_optimiser: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    make_schedule: Callable[[Optimizer, int], LRScheduler] | None = None
+    finetune: float | None = None
+    distil: tuple[float, float | Callable[..., Tensor]] | None = None
+    accumulate: int = 1
+    steps_per_epoch: int | None = None
+    autocast: torch.dtype | None = None
+    device: torch.device | str | None = None
+    evaluate: Callable[[nn.Module], float] | None = None
+    callbacks: Sequence[Callable[[Mapping[str, float]], None]] = ()
+    progress: bool = False
+    checkpoint: str | Path | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        expect(bool, "True or False", progress=self.progress, resume=self.resume)
+        expect(torch.dtype | None, "a type of numbers, such as torch.bfloat16", autocast=self.autocast)
+        expect(Sequence, "a list of functions", callbacks=self.callbacks)
+        expect(Real | None, "a number", finetune=self.finetune)
+        expect_count(1, accumulate=self.accumulate)
+        if self.steps_per_epoch is not None:
+            expect_count(1, steps_per_epoch=self.steps_per_epoch)
+        if self.finetune is not None and not 0 <= self.finetune <= 0.9:
+            raise ValueError(f"Expected finetune from 0 to 0.9, a part of the epochs, but got {self.finetune}.")
+        weight, by = (1, 1) if self.distil is None else self.distil
+        if not 0 < weight <= 1 or not (callable(by) or 0 < by < math.inf):
+            raise ValueError(
+                f"Expected distil=(weight, temperature) with a weight in (0, 1] and a finite temperature above 0, or a "
+                f"function in its place, but got {self.distil}."
+            )
+        if self.resume and self.checkpoint is None:
+            raise ValueError("Expected a checkpoint to resume from, but got none; give that run's file as checkpoint.")
+
+    def with_length(self, loader: Iterable[object]) -> Loader:
+        """A loader with a length, which a stream has by ``steps_per_epoch``."""
+        if self.steps_per_epoch is not None:
+            return Stream(loader, self.steps_per_epoch * self.accumulate)
+        with suppress(TypeError):  # of a DataLoader whose data set has none
+            if isinstance(loader, Loader) and len(loader):
+                return loader
+        raise ValueError(
+            f"Expected a loader with a length, of at least one batch, such as a DataLoader or a list of batches, but "
+            f"got {loader!r}; of a stream, give steps_per_epoch too."
+        )
+
+    def count_steps(self, loader: Loader, epochs: int) -> tuple[int, int]:
+        """The number of steps with gates and of those after the cut."""
+        length, finetune = len(loader), self.finetune
+        steps = epochs * -(-length // self.accumulate)
+        if finetune is None:
+            finetune = min(_AFTER, max(_LEAST_AFTER, 1 - _FEW_STEPS / steps))
+        further = round(finetune * steps)
+        if steps - further < _LEAST_STEPS:
+            raise ValueError(
+                f"Expected at least {_LEAST_STEPS} steps with gates, but epochs={epochs} of {length} batches, "
+                f"accumulate={self.accumulate} and finetune={finetune} give {steps - further}; give more epochs."
+            )
+        if not same_everywhere(steps):
+            raise ValueError(f"Expected loaders of one length in all processes, but there are others than {length}.")
+        return steps - further, further
 
 
 @dataclass(frozen=True)
 class Distillation:
-    r"""A loss that also compares a network's outputs with those of a teacher; ``prune(..., distil=...)`` makes it.
+    r"""A loss that also compares a network's outputs with those of a teacher; ``Training(distil=...)`` makes it.
 
     .. math:: (1 - w) L + w T^2 \operatorname{KL}(\operatorname{softmax}(t / T) \,\|\, \operatorname{softmax}(s / T)),
 
@@ -113,17 +231,6 @@ def _classes(logits: object, targets: object) -> tuple[int, Tensor]:
 
 LossFunction = Callable[..., Tensor]
 _BATCHES = 20  # for statistics of BatchNorm
-
-
-@runtime_checkable
-class Loader(Protocol):
-    """What gives batches, again and again; a :class:`torch.utils.data.DataLoader` is one."""
-
-    def __len__(self) -> int:
-        """The number of batches of an epoch."""
-
-    def __iter__(self) -> Iterator[object]:
-        """The batches of an epoch."""
 
 
 class BatchLoss:
@@ -261,8 +368,6 @@ def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[s
     return {name.rpartition(".")[0] for name, p in copied.named_parameters() if p.grad is not None}
 
 
-MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
-MakeSchedule = Callable[[Optimizer, int], LRScheduler]
 _PARTS = ("network", "guide", "target", "optimiser", "gate_optimiser", "schedule")  # those that a phase has
 _LEARNING_RATE, _EPS = 1e-3, 1e-15  # of Adam; with so small an eps a loss of another scale takes the same steps
 
@@ -334,8 +439,7 @@ class GatedPhase(Phase):
         loss: BatchLoss,
         batch: object,
         make_target: Callable[[AutoGate], SparsityTarget],
-        make_optimiser: MakeOptimiser | None = None,
-        make_schedule: MakeSchedule | None = None,
+        training: Training,
     ) -> None:
         self.network = network
         model = _Model(network, loss)
@@ -346,10 +450,11 @@ class GatedPhase(Phase):
         self.guide.to(loss.device)
         self._loss = L0_ELBO("l0")(model, self.guide)
         self.target = make_target(self.guide)
-        self.optimiser = _optimiser(network, make_optimiser)
+        self.optimiser = _optimiser(network, training)
         gate_options: dict[str, Any] = dict(self.target.optimiser_options)
         self.gate_optimiser = torch.optim.Adam(self.guide.locations(), **gate_options)
-        self.schedule = None if make_schedule is None else make_schedule(self.optimiser, self.target.steps)
+        make = training.make_schedule
+        self.schedule = None if make is None else make(self.optimiser, self.target.steps)
 
     def loss_of(self, batch: object) -> Tensor:
         """The loss with a draw of the gates; FloatingPointError if it is not finite."""
@@ -387,17 +492,10 @@ class FineTuning(Phase):
     By Adam if nothing else is given, at a constant rate that falls to 0 by a cosine over the last half of the steps.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        loss: BatchLoss,
-        steps: int,
-        make_optimiser: MakeOptimiser | None = None,
-        make_schedule: MakeSchedule | None = None,
-    ) -> None:
+    def __init__(self, network: nn.Module, loss: BatchLoss, steps: int, training: Training) -> None:
         self.network, self._loss = network, loss
-        self.optimiser = _optimiser(network, make_optimiser)
-        self.schedule = (make_schedule or _falling_late)(self.optimiser, steps)
+        self.optimiser = _optimiser(network, training)
+        self.schedule = (training.make_schedule or _falling_late)(self.optimiser, steps)
 
     def loss_of(self, batch: object) -> Tensor:
         """The loss without gates."""
@@ -410,14 +508,14 @@ class FineTuning(Phase):
         self.schedule.step()
 
 
-def _optimiser(network: nn.Module, make: MakeOptimiser | None) -> Optimizer:
+def _optimiser(network: nn.Module, training: Training) -> Optimizer:
     parameters = [p for p in network.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("Expected a network with parameters that are trained, but none requires gradients.")
-    if make is None:
+    if training.make_optimiser is None:
         is_fused = parameters[0].device.type in ("cpu", "cuda")
         return torch.optim.Adam(parameters, _LEARNING_RATE, eps=_EPS, fused=is_fused)
-    made = make(parameters)
+    made = training.make_optimiser(parameters)
     own = {id(p) for p in parameters}
     if any(id(p) not in own for group in made.param_groups for p in group["params"]):
         raise ValueError(

@@ -6,14 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 
 import numpy as np
 import torch
 from torch import nn
 
 from pyro_l0.compaction.compact import refusal
-from pyro_l0.expect import expect, expect_count
+from pyro_l0.expect import expect
 from pyro_l0.nn import Gate, L0Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example, analyse, record
 from pyro_l0.nn.engine.readers import find_readers, find_writers
@@ -21,20 +20,7 @@ from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.insert import hooks_of
 from pyro_l0.nn.suggest import Suggestions
 
-__all__ = ["GatedNetwork", "check_limits", "gates_at_least", "gates_in_step", "put_gates"]
-
-
-def check_limits(at_least: object, multiple_of: object) -> None:
-    """Check what can be checked without the gates."""
-    expect(Mapping | None, "a dict of numbers of units, or of fractions, by module path", at_least=at_least)
-    for path, number in at_least.items() if isinstance(at_least, Mapping) else ():
-        name = f"at_least[{path!r}]"
-        if isinstance(number, bool) or not isinstance(number, Real):
-            raise TypeError(f"Expected {name} to be a number of units or a fraction of them, but got {number!r}.")
-        if not float(number) >= 0 or not (isinstance(number, int) or float(number) <= 1):
-            raise ValueError(f"Expected {name} to be a whole number of units, or a fraction to 1.0, but got {number}.")
-    if multiple_of is not None:
-        expect_count(1, multiple_of=multiple_of)
+__all__ = ["GatedNetwork", "gates_at_least", "gates_in_step", "put_gates"]
 
 
 def gates_at_least(gated: nn.Module, at_least: Mapping[str, float]) -> dict[str, int]:
@@ -54,10 +40,10 @@ def gates_at_least(gated: nn.Module, at_least: Mapping[str, float]) -> dict[str,
             raise ValueError(f"Expected at_least by the paths of modules, with gates behind {there}, but got {path!r}.")
         for gate in gates:
             units = number if isinstance(number, int) else math.ceil(number * gate.size - 1e-6)
-            if units > gate.size:
+            if not 0 <= units <= gate.size:
                 raise ValueError(
-                    f"Expected at_least[{path!r}] to be no more than the {gate.size} units of gate site "
-                    f"{sites[gate]!r}, but got {number}; a fraction suits modules with several sites."
+                    f"Expected at_least[{path!r}] from 0 to the {gate.size} units of gate site {sites[gate]!r}, but "
+                    f"got {number}; a fraction suits modules with several sites."
                 )
             found[sites[gate]] = max(found.get(sites[gate], 0), units)
     return found

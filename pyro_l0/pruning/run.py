@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import AutoGate, SparsityTarget
-from pyro_l0.infer.target.budget import Cost
+from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.infer.target.sparsity_target import TargetReport
 from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.engine import Example
@@ -22,24 +25,24 @@ from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.pruning.latency import Latency
 from pyro_l0.pruning.phases import (
     BatchLoss,
+    Distillation,
     FineTuning,
     GatedPhase,
     Loader,
-    MakeOptimiser,
-    MakeSchedule,
+    Training,
     groups,
     renew_statistics,
 )
 from pyro_l0.pruning.places import GatedNetwork
-from pyro_l0.pruning.result import FEW_STEPS
-from pyro_l0.training.epochs import check_finite, some_batches
+from pyro_l0.pruning.result import FEW_STEPS, looks_untrained
+from pyro_l0.training.epochs import Stream, check_finite, checksum, some_batches
 from pyro_l0.training.processes import average_buffers
 
-__all__ = ["Cut", "Evaluate", "Run"]
+__all__ = ["Budgets", "Cut", "Run", "fingerprint"]
 
 # Notes tell of undecided gates, and a branch may close.
 _TOLD_OTHERWISE = ("undecided-gates", "site-collapsed")
-Evaluate = Callable[[nn.Module], float]
+Budgets = float | Sequence[float] | Mapping[str, float]
 
 
 @dataclass
@@ -61,19 +64,18 @@ class Run:
 
     placed: GatedNetwork
     example: Example
-    counts: NetworkCost  # what the network's parts cost
+    budget: Budgets
     costs: Mapping[str, Cost]  # by the names of the budgets, what must stay within them
+    latency: Latency | None  # where that is a cost
+    counts: NetworkCost  # what the network's parts cost
+    least: Mapping[str, int]  # by site, how many units stay
+    in_step: Mapping[str, int]  # by site, how many units leave together, if not each alone
+    pretrained: bool
     loader: Loader
     loss: BatchLoss
     gated_steps: int
     further_steps: int  # with each network that was cut
-    budgets: int  # how many networks there will be
-    accumulate: int  # batches for each step
-    make_optimiser: MakeOptimiser | None  # of weights
-    make_schedule: MakeSchedule | None  # of their optimiser, in each of the two phases
-    evaluate: Evaluate | None  # the error of a network
-    in_step: Mapping[str, int]  # by site, how many units leave together, if not each alone
-    latency: Latency | None  # where that is a cost
+    training: Training
     cuts: list[Cut] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
@@ -84,11 +86,33 @@ class Run:
     looks_untrained: bool = False  # though it was said to be trained
     dense_error: float | None = None  # of the network as it was given
 
-    def start(self, batch: object, make_target: Callable[[AutoGate], SparsityTarget]) -> None:
-        """Make the phase with gates; the guide sees them at a batch."""
-        self.phase = GatedPhase(
-            self.placed.network, self.loss, batch, make_target, self.make_optimiser, self.make_schedule
+    def start(self, dense: nn.Module, batch: object) -> None:
+        """Make the phase with gates, which the guide sees at a batch, and look at the network as it was given."""
+        if self.training.distil is not None:
+            self.loss.teach(Distillation(dense.eval(), *self.training.distil), batch)
+        try:
+            self.phase = GatedPhase(self.placed.network, self.loss, batch, self._make_target, self.training)
+        except BudgetTooSmallError as error:
+            raise ValueError(f"{error}{self.placed.reasons}") from error
+        self.looks_untrained = self.pretrained and looks_untrained(dense, self.loss, batch)
+        self.dense_error = self.error(dense)
+
+    def _make_target(self, guide: AutoGate) -> SparsityTarget:
+        return SparsityTarget(
+            guide,
+            self.budget,
+            self.costs if isinstance(self.budget, Mapping) else self.costs["cost"],
+            steps=self.gated_steps,
+            pretrained=self.pretrained,
+            at_least=self.least,
+            multiple_of=self.in_step,
+            on_budget=self.on_budget,
         )
+
+    @property
+    def budgets(self) -> int:
+        """How many networks there will be."""
+        return len(self.budget) if isinstance(self.budget, Sequence) else 1
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
         """Keep the network as it is at a budget."""
@@ -118,7 +142,7 @@ class Run:
         phase = self.phase if self.tuning is None else self.tuning
         # A phase begins with an iterator of its own: what goes on between two may pass over the loader, too.
         total, taken = torch.zeros((), device=self.loss.device), 0
-        for group in groups(self.loader, self.accumulate, self.epoch):
+        for group in groups(self.loader, self.training.accumulate, self.epoch):
             self.step += 1
             total += phase.step(group)
             taken += 1
@@ -156,8 +180,7 @@ class Run:
 
     def _tune(self, network: nn.Module) -> None:
         if self.further_steps:
-            steps, make_optimiser, make_schedule = self.further_steps, self.make_optimiser, self.make_schedule
-            self.tuning = FineTuning(network, self.loss, steps, make_optimiser, make_schedule)
+            self.tuning = FineTuning(network, self.loss, self.further_steps, self.training)
 
     def _compact(self, cut: Cut) -> Compacted:
         network = copied(self.placed.network)
@@ -175,13 +198,33 @@ class Run:
     @torch.no_grad()
     def error(self, network: nn.Module) -> float | None:
         """What the user's function says of a network in evaluation mode."""
-        if self.evaluate is None:
+        if self.training.evaluate is None:
             return None
-        training = network.training
+        was_training = network.training
         network.eval()
-        error = float(self.evaluate(network))
-        network.train(training)
+        error = float(self.training.evaluate(network))
+        network.train(was_training)
         return error
+
+    def described(self, given: nn.Module, cost: object) -> dict[str, Any]:
+        """What this run and the one that resumes its checkpoint must agree in, with the network and cost given."""
+        optimiser, taught = self.phase.optimiser, self.loss.distillation
+        of_epoch = [len(self.loader)] if isinstance(self.loader, Stream) else []
+        options = [{key: x for key, x in group.items() if key != "params"} for group in optimiser.param_groups]
+        return {
+            "network": checksum(given.state_dict()),
+            "budget": repr(self.budget),
+            "cost": cost if isinstance(cost, str) else "a cost of the user's",
+            "steps": [self.gated_steps, self.further_steps, self.training.accumulate, *of_epoch],
+            "pretrained": self.pretrained,
+            "autocast": str(self.training.autocast),
+            "optimiser": type(optimiser).__name__,
+            "schedule": type(self.phase.schedule).__name__,
+            "gates": self.counts.sizes,
+            "loss": fingerprint(self.loss.function),
+            "distil": taught and [taught.weight, fingerprint(taught.by) if callable(taught.by) else taught.by],
+            "optimiser's numbers": numbers(options),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -237,3 +280,34 @@ def _sites_left(gated: nn.Module, compacted: nn.Module) -> set[str]:
     }
     left = [path for path, module in compacted.named_modules() if isinstance(module, FixedGate)]
     return {site for path, site in sites.items() if any(x == path or x.startswith(f"{path}.") for x in left)}
+
+
+def fingerprint(value: object) -> str:
+    """A text that tells a user's function from others: its name, and the names and numbers in its code and around it.
+
+    A module goes by its own text, its numbers and its tensors, any other object by its class.
+    """
+    if isinstance(value, partial):
+        return f"{fingerprint(value.func)} of {numbers([value.args, value.keywords])}"
+    if isinstance(value, nn.Module):
+        return f"{value} {numbers(vars(value))} {checksum(value.state_dict())}"
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if not isinstance(value, FunctionType):
+        return str(name)
+    around = []
+    for cell in value.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            around.append(cell.cell_contents)
+    code = value.__code__
+    names = () if value.__module__.startswith("torch.") else code.co_names  # which change from version to version
+    return f"{name} {names} {numbers([code.co_consts, value.__defaults__, value.__kwdefaults__, around])}"
+
+
+def numbers(value: object, name: str = "") -> list[str]:
+    """The numbers and tensors in nested containers, with their places; flags and all else are left out."""
+    if isinstance(value, (Mapping, list, tuple)):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return [x for key, entry in entries for x in numbers(entry, f"{name}.{key}")]
+    if isinstance(value, Tensor):
+        return [f"{name} {checksum({'': value})}"]
+    return [f"{name} {value}"] if isinstance(value, (int, float)) and not isinstance(value, bool) else []

@@ -62,7 +62,7 @@ MODULES = {
     "nn.suggest": "suggest_gates",
     "nn.weights": "fix_weights gate_weights",
     "plots": "plot_credible_sets plot_inclusion",
-    "pruning": "prune",
+    "pruning": "Training prune",
     "selection": "NeuralFeatureSelector SpikeSlabClassifier SpikeSlabPoissonRegressor SpikeSlabRegressor",
     "selection.credible_sets": "credible_sets",
     "selection.methods.enumeration": "exact_posterior",
@@ -208,6 +208,7 @@ GOOD = {
     "prune": lambda: dict(
         network=plain(), loss_fn=nn.functional.mse_loss, loader=BATCHES, budget=0.5, example=ONE, epochs=8
     ),
+    "Training": dict,
     "exact_posterior": lambda: dict(**DATA, draws=5),
     "credible_sets": lambda: dict(
         gates=torch.ones(5, 3).bool().numpy(), active_probs=torch.ones(3).numpy(), x=DATA["X"]

@@ -1,10 +1,14 @@
 """Small networks without gates, as users write them, and the digits they are pruned on."""
 
+from dataclasses import fields
+
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_l0.pruning import Training, prune
 
 
 def digits(number=640):
@@ -115,6 +119,12 @@ class VisionTransformer(nn.Module):
     def forward(self, images):
         x = self.embed(images).flatten(2).transpose(1, 2) + self.places
         return self.head(self.norm(self.layers(x)).mean(1))
+
+
+def prune_with(*args, **options):
+    """Call ``prune`` with the settings of its ``Training`` among its own."""
+    settings = {field.name: options.pop(field.name) for field in fields(Training) if field.name in options}
+    return prune(*args, training=Training(**settings), **options)
 
 
 class StoppedError(Exception):

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
 from pyro_l0.nn import Gate
+from pyro_l0.pruning import Training
 from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -94,7 +95,7 @@ def test_a_pretrained_network_keeps_what_it_knows():
         assert not torch.is_grad_enabled()
         return float((net(x[1280:]).argmax(1) != y[1280:]).float().mean())
 
-    result = prune(network, F.cross_entropy, loader, x[:2], 0.5, epochs=20, evaluate=error)
+    result = prune(network, F.cross_entropy, loader, x[:2], 0.5, epochs=20, training=Training(evaluate=error))
     network.eval()
     with torch.no_grad():
         dense = error(network)

@@ -13,7 +13,7 @@ from pyro_l0.pruning import latency
 from pyro_l0.pruning.latency import Latency, measure_latency, microseconds
 from pyro_l0.pruning.result import notes_on_latency
 from tests.processes import in_two
-from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, VisionTransformer, digits, same, stopping
+from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, VisionTransformer, digits, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -120,7 +120,7 @@ def test_resumed_runs(tmp_path, counted):
 
     def run(**options):
         torch.manual_seed(3)
-        return prune(Mlp(), F.cross_entropy, BATCHES, X[:2], 0.4, cost="latency", epochs=4, **options)
+        return prune_with(Mlp(), F.cross_entropy, BATCHES, X[:2], 0.4, cost="latency", epochs=4, **options)
 
     whole = run()
     with pytest.raises(StoppedError):

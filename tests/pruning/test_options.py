@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.nn import Gate
+from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import BatchLoss, FineTuning
-from pyro_l0.pruning.prune import count_steps
-from tests.pruning.networks import Mlp, ResidualCnn, digits, same
+from tests.pruning.networks import Mlp, ResidualCnn, digits, prune_with, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -22,7 +22,7 @@ X, Y = digits(320)
 
 def pruned(network=None, data=None, loss=F.cross_entropy, budget=0.4, epochs=4, **options):
     data = data if data is not None else DataLoader(TensorDataset(X, Y), 40, shuffle=True)
-    return prune(network or Mlp(), loss, data, options.pop("example", X[:2]), budget, epochs=epochs, **options)
+    return prune_with(network or Mlp(), loss, data, options.pop("example", X[:2]), budget, epochs=epochs, **options)
 
 
 def counted_macs(network):
@@ -54,7 +54,8 @@ def test_accumulated_gradients_of_the_cut_network_are_those_of_the_big_batch():
     networks[1].load_state_dict(networks[0].state_dict())
     loss = BatchLoss(F.cross_entropy, torch.device("cpu"), None)
     images, classes = X.double(), Y
-    whole, parts = (FineTuning(net, loss, 10, lambda ps: torch.optim.SGD(ps, 0.5), None) for net in networks)
+    training = Training(make_optimiser=lambda parameters: torch.optim.SGD(parameters, 0.5))
+    whole, parts = (FineTuning(net, loss, 10, training) for net in networks)
     for _ in range(3):
         one = whole.step([(images, classes)])
         other = parts.step([(images[i : i + 80], classes[i : i + 80]) for i in range(0, 320, 80)])
@@ -72,7 +73,7 @@ def test_accumulation_takes_fewer_steps():
 
 def test_the_rate_after_the_cut():
     """Constant over half of the steps, and to 0 by a cosine over the others."""
-    tuning = FineTuning(nn.Linear(2, 2), BatchLoss(F.mse_loss, torch.device("cpu"), None), 40, None, None)
+    tuning = FineTuning(nn.Linear(2, 2), BatchLoss(F.mse_loss, torch.device("cpu"), None), 40, Training())
     rates = []
     for _ in range(40):
         rates.append(1000 * tuning.optimiser.param_groups[0]["lr"])
@@ -107,7 +108,7 @@ def test_a_user_s_optimiser_and_schedule(optimiser, schedule):
         lengths.append(steps)
         return schedule(of, steps)
 
-    result = pruned(make_optimiser=make, schedule=schedule and make_schedule, epochs=6, budget=0.7)
+    result = pruned(make_optimiser=make, make_schedule=schedule and make_schedule, epochs=6, budget=0.7)
     assert len(made) == 2
     assert lengths == ([36, 12] if schedule else [])
     assert result.history[-1]["loss"] < result.history[0]["loss"]
@@ -291,7 +292,7 @@ def test_nothing_is_said_of_a_healthy_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         error = lambda net: float(F.mse_loss(net(x[800:]), y[800:]))  # noqa: E731
-        result = prune(network, F.mse_loss, loader, x[:2], 0.5, epochs=25, evaluate=error)
+        result = prune(network, F.mse_loss, loader, x[:2], 0.5, epochs=25, training=Training(evaluate=error))
     assert result.report.notes == ()
     assert result.network[0].out_features == 32
 
@@ -299,5 +300,8 @@ def test_nothing_is_said_of_a_healthy_run():
 @pytest.mark.parametrize(("batches", "after"), [(20, 5), (400, 100), (450, 150), (600, 210), (2000, 700)])
 def test_the_part_after_the_cut(batches, after):
     """35 % of the steps, unless fewer than 300 would have gates, and at least a quarter."""
-    assert count_steps([0] * batches, 1, None, 1) == (batches - after, after)
-    assert count_steps([0] * batches, 1, 0.4, 1) == (batches - round(0.4 * batches), round(0.4 * batches))
+    assert Training().count_steps([0] * batches, 1) == (batches - after, after)
+    assert Training(finetune=0.4).count_steps([0] * batches, 1) == (
+        batches - round(0.4 * batches),
+        round(0.4 * batches),
+    )

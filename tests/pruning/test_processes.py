@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pyro_l0 import prune
 from tests.processes import in_two
-from tests.pruning.networks import ResidualCnn, digits
+from tests.pruning.networks import ResidualCnn, digits, prune_with
 
 
 def work(rank, folder):
@@ -23,8 +23,8 @@ def work(rank, folder):
         prune(network, F.cross_entropy, loader, x[:2], 0.5, epochs=4 + rank)
     except ValueError as error:
         found["refused"] = str(error)
-    result = prune(network, F.cross_entropy, loader, x[:2], 0.5, **options)
-    again = prune(network, F.cross_entropy, loader, x[:2], 0.5, resume=True, **options)
+    result = prune_with(network, F.cross_entropy, loader, x[:2], 0.5, **options)
+    again = prune_with(network, F.cross_entropy, loader, x[:2], 0.5, resume=True, **options)
     own = torch.cat([value.flatten().double() for value in result.network.state_dict().values()])
     resumed = torch.cat([value.flatten().double() for value in again.network.state_dict().values()])
     both = [torch.empty_like(own) for _ in range(2)]

@@ -12,14 +12,14 @@ from pyro_l0 import prune
 from pyro_l0.infer.target.sparsity_target import TargetReport
 from pyro_l0.nn import Gate
 from pyro_l0.pruning.result import notes_on
-from tests.pruning.networks import Mlp, digits
+from tests.pruning.networks import Mlp, digits, prune_with
 
 X, Y = digits(320)
 BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 
 def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], budget=0.4, epochs=3, **options):
-    return prune(Mlp() if network is None else network, loss, data, example, budget, epochs=epochs, **options)
+    return prune_with(Mlp() if network is None else network, loss, data, example, budget, epochs=epochs, **options)
 
 
 few_steps = pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
@@ -56,8 +56,8 @@ class Literal(nn.Module):
 
 
 REFUSED = {
-    "no network": (dict(network=F.relu), TypeError, "Expected a network"),
-    "no parameters": (dict(network=nn.ReLU()), ValueError, "network with parameters, but ReLU has none"),
+    "no network": (dict(network=F.relu), TypeError, "network to be a torch.nn.Module"),
+    "no parameters": (dict(network=nn.ReLU()), ValueError, "a place behind which.*found none"),
     "no place": (
         dict(network=Plain()),
         ValueError,
@@ -71,10 +71,9 @@ REFUSED = {
     "half an epoch": (dict(epochs=1.5), TypeError, "epochs to be a whole number"),
     "finetune": (dict(finetune=1), ValueError, "finetune from 0 to 0.9.*got 1"),
     "accumulate": (dict(accumulate=0), ValueError, "accumulate of at least 1"),
-    "target of 1": (dict(budget=1), ValueError, "budget between 0 and 1.*got 1"),
-    "target in per cent": (dict(budget=30), ValueError, "budget between 0 and 1.*got 30"),
-    "target nan": (dict(budget=float("nan")), ValueError, "budget between 0 and 1.*got nan"),
-    "target text": (dict(budget="0.3"), TypeError, "budget of a number.*got '0.3'"),
+    "target of 1": (dict(budget=1), ValueError, "budget strictly between 0 and 1.*got 1"),
+    "target in per cent": (dict(budget=30), ValueError, "budget strictly between 0 and 1.*got 30"),
+    "target nan": (dict(budget=float("nan")), ValueError, "budget strictly between 0 and 1.*got nan"),
     "no targets": (dict(budget=[]), ValueError, r"got \[\]"),
     "rising targets": (dict(budget=[0.2, 0.5]), ValueError, "budgets that fall"),
     "unknown cost": (dict(budget={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
@@ -83,14 +82,8 @@ REFUSED = {
     "gates at no path": (dict(gates={"frist": Gate(32)}), ValueError, "'frist'; there are 'first'"),
     "a gate of no size": (dict(gates={"first": Gate(31)}), ValueError, "Expected 31 units"),
     "no gates": (dict(gates={}), ValueError, "at least one gate"),
-    "an optimiser made": (
-        dict(make_optimiser=torch.optim.SGD(Mlp().parameters(), 0.1)),
-        TypeError,
-        "make_optimiser to be a function, but got SGD",
-    ),
-    "one callback": (dict(callbacks=print), TypeError, "list of callbacks"),
+    "one callback": (dict(callbacks=print), TypeError, "callbacks to be a list of functions"),
     "autocast": (dict(autocast=True), TypeError, "autocast to be a type of numbers"),
-    "no loss function": (dict(loss="cross_entropy"), TypeError, r"Expected loss_fn\(outputs, targets\)"),
     "a loss per example": (
         dict(loss=lambda o, y: F.cross_entropy(o, y, reduction="none")),
         TypeError,
@@ -119,7 +112,7 @@ def test_refusals(name):
 
 
 def test_networks_and_optimisers_of_another_kind():
-    """A wrapped or a frozen network, no gradients, and an optimiser of other parameters than those that are trained."""
+    """A wrapped or a frozen network, and an optimiser of other parameters than those that are trained."""
     network = Mlp()
     with pytest.raises(ValueError, match=r"optimiser of the parameters that it is given.*copy of the network"):
         pruned(network, make_optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
@@ -127,8 +120,6 @@ def test_networks_and_optimisers_of_another_kind():
         pruned(torch.compile(Mlp()))
     with pytest.raises(TypeError, match=r"got a DataParallel around it; give network\.module"):
         pruned(nn.DataParallel(Mlp()))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"inside of torch\.no_grad"):
-        pruned()
     with pytest.raises(ValueError, match="none requires gradients"):
         pruned(Mlp().requires_grad_(False))
 
@@ -189,7 +180,7 @@ def error(network):
 
 def test_few_steps_are_told():
     with pytest.warns(UserWarning, match="24 steps are few.*300") as caught:
-        result = pruned(trained(Mlp()))
+        result = prune(trained(Mlp()), F.cross_entropy, BATCHES, X[:2], epochs=3)
     assert {str(warning.message) for warning in caught} <= set(result.report.notes)
     assert caught[0].filename == __file__
     assert "24 steps are few" in str(result.report)
@@ -305,7 +296,7 @@ def test_a_network_that_cannot_be_cut_comes_back_whole(tmp_path):
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), _Picky(), nn.Linear(8, 1))
     options = dict(gates={"2": Gate(8)}, epochs=40, pretrained=False, checkpoint=tmp_path / "run.pt")
     with pytest.warns(UserWarning, match=r"whole, with fixed gates.*line \d+ of"):
-        result = prune(network, F.mse_loss, data, x[:2], 0.65, **options)
+        result = prune_with(network, F.mse_loss, data, x[:2], 0.65, **options)
     assert result.network[0].out_features == 8
     assert result.report.left["macs"][0] == result.report.left["macs"][1]
     assert (tmp_path / "run.pt").exists()

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_l0
-from pyro_l0 import prune
-from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digit_batches, digits, same, stopping
+from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digit_batches, digits, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -28,7 +27,7 @@ def run(kind=Mlp, budget=0.4, seed=3, stop=None, path=None, resume=False, genera
     settings = {"epochs": 6, "finetune": 0.34, "checkpoint": path, "resume": resume, "callbacks": [stopping(stop)]}
     if resume:
         torch.rand(17)  # what came before in the resumed process is of no account
-    return prune(network, F.cross_entropy, loader, X[:2], budget, **{**settings, **options})
+    return prune_with(network, F.cross_entropy, loader, X[:2], budget, **{**settings, **options})
 
 
 def check_resumed(tmp_path, stop, **options):
@@ -86,7 +85,7 @@ def test_with_batch_norm_and_a_user_s_optimiser(tmp_path):
         budget=0.5,
         evaluate=error,
         make_optimiser=lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
-        schedule=lambda optimiser, steps: torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.05, total_steps=steps),
+        make_schedule=lambda optimiser, steps: torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.05, total_steps=steps),
     )
 
 
@@ -129,8 +128,8 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     content = path.read_bytes()
     for other, name in (
         ({"seed": 4}, "network"),
-        ({"budget": 0.3}, "target"),
-        ({"cost": "weights"}, "of"),
+        ({"budget": 0.3}, "budget"),
+        ({"cost": "weights"}, "cost"),
         ({"epochs": 7}, "steps"),
         ({"accumulate": 2}, "steps"),
         ({"pretrained": False}, "pretrained"),
@@ -167,7 +166,7 @@ def test_workers_that_persist_give_whole_epochs():
             return self.inner(images)
 
     loader = digit_batches(120, 20, num_workers=1, persistent_workers=True)
-    result = prune(Noting(), F.cross_entropy, loader, X[:2], 0.5, epochs=5, finetune=0.3)
+    result = prune_with(Noting(), F.cross_entropy, loader, X[:2], 0.5, epochs=5, finetune=0.3)
     assert type(result.network.inner) is Mlp
     assert sum(entry["step"] == 30 for entry in result.history) == 1
     assert [entry["epoch"] for entry in result.history] == list(range(1, len(result.history) + 1))

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from pyro_l0 import prune
 from pyro_l0.training.epochs import Stream
-from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digits, same, stopping
+from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digits, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -48,7 +47,7 @@ def run(loader, stop=None, path=None, resume=False, kind=Mlp, **options):
     network = kind()
     if resume:
         torch.rand(17)  # what came before in the resumed process is of no account
-    return prune(network, F.cross_entropy, loader, X[:2], 0.4, checkpoint=path, resume=resume, **settings)
+    return prune_with(network, F.cross_entropy, loader, X[:2], 0.4, checkpoint=path, resume=resume, **settings)
 
 
 @pytest.mark.parametrize("stop", [3, 6])

@@ -14,12 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_l0
-from pyro_l0 import prune
 from pyro_l0.compaction.storage import hold
-from pyro_l0.pruning.prune import told
+from pyro_l0.pruning.run import fingerprint
 from pyro_l0.training import Checkpoint
 from pyro_l0.training.epochs import checksum
-from tests.pruning.networks import StoppedError, same, stopping
+from tests.pruning.networks import StoppedError, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 ROOT = Path(pyro_l0.__file__).parents[1]
@@ -32,7 +31,7 @@ def run(path, stop=None, resume=False, loss=F.mse_loss, kind=torch.float32, **op
     loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 20, shuffle=True)
     network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(kind)
     settings = {"epochs": 6, "finetune": 0.34, "pretrained": False, "callbacks": [stopping(stop)], **options}
-    return prune(network, loss, loader, x[:2], 0.5, checkpoint=path, resume=resume, **settings)
+    return prune_with(network, loss, loader, x[:2], 0.5, checkpoint=path, resume=resume, **settings)
 
 
 @pytest.fixture
@@ -147,8 +146,8 @@ def test_losses_have_texts_that_tell_them_apart():
         lambda: own,
         lambda: torch.nn.functional.logsigmoid,
     ]
-    texts = [told(make()) for make in makers]
-    assert texts == [told(make()) for make in makers]
+    texts = [fingerprint(make()) for make in makers]
+    assert texts == [fingerprint(make()) for make in makers]
     assert len(set(texts)) == len(texts)
 
 

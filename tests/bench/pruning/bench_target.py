@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.data import load_images
-from pyro_l0 import prune
 from pyro_l0.nn import Gate
+from pyro_l0.pruning import Training, prune
 from tests.bench.pruning import bench_pruning
 
 TRAINING_IMAGES, TEST_IMAGES, BATCH = 20_000, 5_000, 32
@@ -149,7 +149,7 @@ def main() -> None:
                 target,
                 epochs=max(1, round(steps / len(batches))),
                 pretrained=bool(pretrained),
-                evaluate=error,
+                training=Training(evaluate=error),
             )
             report = result.report
             used, undecided = report.target.of_budget, report.target.undecided

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import pyro_l0
 from pyro_l0.nn import Gate, insert_gates, suggest_gates
+from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import Distillation
 from pyro_l0.training import Checkpoint
 from tests.bench.pruning.importance import prune_by_importance, train
@@ -160,10 +161,9 @@ def prune(problem: Problem, network: nn.Module, method: MethodName, budget: floa
         found = prune_by_importance(gated, method, budget, batches, steps, loss, problem.example, problem.error)
         units = {site: int(gate.sum()) for site, gate in found.gates.items()}
         return {**row, "cut": found.cut, "end": found.end, "used": found.fraction / budget, "units": units}
-    options = {"epochs": problem.epochs, "finetune": problem.finetune, "distil": problem.distil}
-    pruned = pyro_l0.prune(
-        gated, F.cross_entropy, problem.batches, problem.example, budget, evaluate=problem.error, **options
-    )
+    training = Training(finetune=problem.finetune, distil=problem.distil, evaluate=problem.error)
+    options = {"epochs": problem.epochs, "training": training}
+    pruned = pyro_l0.prune(gated, F.cross_entropy, problem.batches, problem.example, budget, **options)
     left, full = pruned.report.left["macs"]
     units = {site: sum(value > 0 for value in gate) for site, gate in pruned.plan.gates.items()}
     return {**row, "cut": pruned.report.cut, "end": pruned.report.end, "used": left / full / budget, "units": units}

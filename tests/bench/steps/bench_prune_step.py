@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn import NetworkCost
+from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import BatchLoss, GatedPhase
 from pyro_l0.pruning.places import put_gates
 from tests.bench.pruning import bench_pruning
@@ -79,9 +80,8 @@ def measure(make: Callable[[], nn.Module], size: int, steps: int) -> tuple[float
     gated = put_gates(make(), x[:2], None, lambda *_: True).network
     cost = NetworkCost(gated, x[:2]).macs
     loss = BatchLoss(F.cross_entropy, torch.device("cpu"), None)
-    phase = GatedPhase(
-        gated, loss, (x, y), lambda guide: SparsityTarget(guide, 0.3, cost, steps=steps, pretrained=True)
-    )
+    make_target = lambda guide: SparsityTarget(guide, 0.3, cost, steps=steps, pretrained=True)  # noqa: E731
+    phase = GatedPhase(gated, loss, (x, y), make_target, Training())
     target, spent = phase.target, [0.0]
 
     def timed(call: Callable[[], None]) -> Callable[[], None]:
