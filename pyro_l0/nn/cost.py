@@ -10,6 +10,7 @@ from functools import cached_property, reduce
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
@@ -17,14 +18,14 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.engine.analysis import Analysis, analyse
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
-from pyro_l0.nn.engine.formulas import TRUE, Clause, Formulas
-from pyro_l0.nn.engine.maps import Axis
+from pyro_l0.nn.engine.formulas import TRUE, Cases, Clause, Formulas
+from pyro_l0.nn.engine.maps import Axis, Index, Maps
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
 from pyro_l0.nn.engine.record import Example, Recording
 from pyro_l0.nn.fixed import check_value
 from pyro_l0.nn.gate import gate_names
 
-__all__ = ["Expectations", "NetworkCost", "PerDevice", "Report", "Stay", "report"]
+__all__ = ["ClosedUnits", "Expectations", "NetworkCost", "PerDevice", "Report", "Stay"]
 
 
 class PerDevice:
@@ -238,38 +239,96 @@ class Report:
         return "\n".join(map(str, self.stays)) or "every unit leaves with its gate"
 
 
-def report(recording: Recording, dependencies: Dependencies) -> Report:
-    """Find what keeps units of a network, by closing half of the gates and then the others."""
-    closings = [
-        {site: (torch.arange(size) + shift) % 2 == 0 for site, size in dependencies.sizes.items()} for shift in (0, 1)
-    ]
-    analyses = [analyse(recording, closing) for closing in closings]
-    lines: dict[tuple[str, str, str], list[int]] = {}
-    for site, unit, front, behind in _staying(dependencies):
-        where = "both" if front and behind else "in front" if front else "behind"
-        lines.setdefault((site, where, _why(analyses[unit % 2], site, unit, behind)), []).append(unit)
-    return Report(tuple(Stay(site, tuple(units), where, why) for (site, where, why), units in lines.items()))
+class ClosedUnits:
+    """What leaves of a network with one unit of a gate closed, alone or with all gates on the same unit.
 
-
-def _staying(dependencies: Dependencies) -> Iterator[tuple[str, int, bool, bool]]:
-    """Each gate's units that stay in front of it or behind it, where it and those on the same units are closed.
-
-    A gate on a whole branch has no units behind it.
+    Args:
+        recording: the network.
+        most: of how many units of a gate, evenly spaced; by default of all.
     """
-    formulas, units = dependencies.formulas, dependencies.maps.slots.units()
-    starts = dict(zip(dependencies.sizes, accumulate(dependencies.sizes.values(), initial=0), strict=False))
-    calls = {call.site: call for call in dependencies.maps.gates}
-    together: dict[int, set[int]] = {}
-    for site, call in calls.items():
-        for unit, common in enumerate(units[call.front.block].tolist()):
-            together.setdefault(common, set()).add(starts[site] + unit)
-    for site, call in calls.items():
-        sides = zip(dependencies.kept(call.front).tolist(), dependencies.kept(call.behind).tolist(), strict=True)
-        for unit, (front, behind) in enumerate(sides):
-            closed = together[units[call.front.block][unit]]
-            stays = formulas.holds(front, closed), not call.is_whole and formulas.holds(behind, closed)
-            if any(stays):
-                yield site, unit, *stays
+
+    def __init__(self, recording: Recording, most: int | None = None) -> None:
+        self._recording = recording
+        self._sizes = {site: gate.size for site, gate in gate_names(recording.network).items()}
+        self._units = [
+            (site, unit)
+            for site, size in self._sizes.items()
+            for unit in np.linspace(0, size - 1, min(size, most or size)).astype(int).tolist()
+        ]
+        self._dependencies = find_dependencies(recording, self._cases)
+
+    def saved(self) -> dict[str, tuple[float, float]]:
+        """By site, the weights and the multiply-adds per example that closing one unit alone saves, on average."""
+        maps, number = self._dependencies.maps, len(self._units)
+        left = np.stack([self._left(_weights(maps)), self._left(_multiply_adds(maps)) / _examples(self._recording)])
+        saved: dict[str, list[npt.NDArray[np.float64]]] = {site: [] for site in self._sizes}
+        for (site, _), each in zip(self._units, (left[:, :1] - left[:, 1 : number + 1]).T, strict=True):
+            saved[site].append(each)
+        return {site: tuple(np.mean(each, 0).tolist()) for site, each in saved.items()}
+
+    def report(self) -> Report:
+        """Find what keeps units, by closing half of the gates and then the others."""
+        closings = [
+            {site: (torch.arange(size) + shift) % 2 == 0 for site, size in self._sizes.items()} for shift in (0, 1)
+        ]
+        analyses = [analyse(self._recording, closing) for closing in closings]
+        lines: dict[tuple[str, str, str], list[int]] = {}
+        for site, unit, front, behind in self._staying():
+            where = "both" if front and behind else "in front" if front else "behind"
+            lines.setdefault((site, where, _why(analyses[unit % 2], site, unit, behind)), []).append(unit)
+        return Report(tuple(Stay(site, tuple(units), where, why) for (site, where, why), units in lines.items()))
+
+    def _cases(self, maps: Maps) -> Cases:
+        """No gate is closed; each unit alone; each with the gates on the same unit."""
+        starts = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
+        units, together = maps.slots.units(), dict[int, set[int]]()
+        same = {call.site: units[call.front.block].tolist() for call in maps.gates}
+        for site, common in same.items():
+            for unit, one in enumerate(common):
+                together.setdefault(one, set()).add(starts[site] + unit)
+        alone = [{starts[site] + unit} for site, unit in self._units]
+        return Cases([set(), *alone, *(together[same[site][unit]] for site, unit in self._units)])
+
+    def _left(self, products: Iterable[Iterable[Axis]]) -> Index:
+        """By case, a sum over products of numbers of entries that stay."""
+        sizes: dict[int, Index] = {}
+        total = np.zeros(1 + 2 * len(self._units), dtype=np.int64)
+        for axes in products:
+            for axis in axes:
+                if axis.block not in sizes:
+                    sizes[axis.block] = self._dependencies.formulas.count(self._dependencies.kept(axis))
+            total += math.prod(sizes[axis.block] for axis in axes)
+        return total
+
+    def _staying(self) -> Iterator[tuple[str, int, bool, bool]]:
+        """The units that stay in front of a gate or behind it, where it and those on the same unit are closed.
+
+        A gate on a whole branch has no units behind it.
+        """
+        calls = {call.site: call for call in self._dependencies.maps.gates}
+        for case, (site, unit) in enumerate(self._units, 1 + len(self._units)):
+            call = calls[site]
+            front, behind = (
+                self._dependencies.formulas.holds(int(self._dependencies.kept(axis)[unit]), case)
+                for axis in (call.front, call.behind)
+            )
+            if front or (behind and not call.is_whole):
+                yield site, unit, front, behind and not call.is_whole
+
+
+def _weights(maps: Maps) -> list[list[Axis]]:
+    """The dimensions of each weight, without biases."""
+    return [maps.axes[x] for x in dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())]
+
+
+def _multiply_adds(maps: Maps) -> list[tuple[Axis, ...]]:
+    """The dimensions whose sizes multiply to multiply-adds, of all examples together."""
+    return [product.axes for product in maps.products]
+
+
+def _examples(recording: Recording) -> int:
+    """The number of examples in a call."""
+    return math.prod(recording.calls[0].inputs[0].shape[:1]) if recording.calls[0].inputs else 1
 
 
 def _why(analysis: Analysis, site: str, unit: int, is_behind: bool) -> str:
@@ -335,12 +394,10 @@ class NetworkCost:
     def __init__(self, network: nn.Module, example: Example) -> None:
         self._recording = record_called(network, example)
         self.sizes = {name: gate.size for name, gate in gate_names(network).items()}
-        self._dependencies = find_dependencies(self._recording)
+        self._dependencies = find_dependencies(self._recording, lambda _: Formulas([*self.sizes.values()]))
         maps = self._dependencies.maps
-        weights = dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())
-        self._weights = _Count(self._dependencies, [maps.axes[weight] for weight in weights], 1)
-        batch = self._recording.calls[0].inputs[0].shape[:1] if self._recording.calls[0].inputs else ()
-        self._macs = _Count(self._dependencies, [product.axes for product in maps.products], math.prod(batch))
+        self._weights = _Count(self._dependencies, _weights(maps), 1)
+        self._macs = _Count(self._dependencies, _multiply_adds(maps), _examples(self._recording))
         of_gates = {p for gate in gate_names(network).values() for p in gate.parameters()}
         named = {name: p for name, p in network.named_parameters() if p not in of_gates}
         used = dict.fromkeys(maps.recording.named[name] for name in named if name in maps.recording.named)
@@ -404,7 +461,7 @@ class NetworkCost:
             >>> print(NetworkCost(nn.Sequential(nn.Linear(2, 3), Gate(3)), torch.ones(1, 2)).report())
             gate '1', units 0-2: stay behind the gate (network output)
         """
-        return report(self._recording, self._dependencies)
+        return ClosedUnits(self._recording).report()
 
     def _per_unit(self, uses: Iterable[Use]) -> dict[str, float]:
         sizes = dict.fromkeys(self.sizes, 0.0)
@@ -428,7 +485,9 @@ class _Count:
     It is divided by ``per``, and ``more`` comes to it whatever leaves.
     """
 
-    def __init__(self, dependencies: Dependencies, products: Iterable[Iterable[Axis]], per: int, more: int = 0) -> None:
+    def __init__(
+        self, dependencies: Dependencies[Formulas], products: Iterable[Iterable[Axis]], per: int, more: int = 0
+    ) -> None:
         self._dependencies = dependencies
         self._products = [list(axes) for axes in products]
         self._per = per

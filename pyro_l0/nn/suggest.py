@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import Calls, follow_calls
-from pyro_l0.nn.cost import NetworkCost
+from pyro_l0.nn.calls import Calls, follow_calls, record_called
+from pyro_l0.nn.cost import ClosedUnits
 from pyro_l0.nn.engine.maps import Axis, Link, Maps, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
 from pyro_l0.nn.gate import Gate, GateLayer, gate_names, name_gates
@@ -19,6 +19,8 @@ from pyro_l0.nn.heads import gate_heads, is_dense
 from pyro_l0.nn.insert import has_gate_behind, hooks_of, insert_gates
 
 __all__ = ["Location", "Suggestions", "suggest_gates"]
+
+_UNITS = 16  # of a gate, of which savings are counted
 
 
 @dataclass(frozen=True)
@@ -118,20 +120,19 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     if gates:
         gated = insert_gates(network, gates)
         sites = {gate: site for site, gate in gate_names(gated).items()}
-        cost = NetworkCost(gated, example)
-        weights, macs = _saved(cost, "weights"), _saved(cost, "macs")
-        why = {stay.site: f"its units {stay.verdict}" for stay in reversed(cost.report().stays)}
+        closed = ClosedUnits(record_called(gated, example), _UNITS)
+        saved = closed.saved()
+        why = {stay.site: f"its units {stay.verdict}" for stay in reversed(closed.report().stays)}
         parameters, coupled = _shared(calls.maps, found)
         # Recurrent units are one in front of a gate and behind: they leave with it alone, or nothing does.
         recurrent = {path for path in gates if isinstance(network.get_submodule(path), nn.RNNBase | nn.RNNCellBase)}
-        leaving = {path for path in recurrent if weights[sites[gates[path]]] > 0}
+        leaving = {path for path in recurrent if saved[sites[gates[path]]][0] > 0}
         for path, gate in gates.items():
             site, others = sites[gate], () if path in leaving else coupled[path]
             if others and leaving.issuperset(others):
                 refused[path] = f"its units are those of {_few(others)}"
-            elif weights[site] > 0 or macs[site] > 0 or (path in recurrent and others and site not in why):
-                saved = weights[site], macs[site]
-                locations.append(Location(path, gate, *saved, parameters[path], others, path in composites))
+            elif max(saved[site]) > 0 or (path in recurrent and others and site not in why):
+                locations.append(Location(path, gate, *saved[site], parameters[path], others, path in composites))
             else:
                 together = f"its units leave only together with those behind {_few(others)}"
                 refused[path] = why.get(site) or (together if others else "nothing leaves with its units")
@@ -315,16 +316,6 @@ def _has_other(own: nn.Module, returned: Mapping[nn.Module, Value | None], busy:
     if any(module in returned for module in own.modules() if module is not own) or (own not in makers and makers):
         return True
     return any(before is value and module is not own and module in makers for module, before in returned.items())
-
-
-def _saved(cost: NetworkCost, count: str) -> dict[str, float]:
-    """By site, what closing one of its units saves on average."""
-    active = {site: torch.ones(size, dtype=torch.float64, requires_grad=True) for site, size in cost.sizes.items()}
-    total: Tensor = getattr(cost, count)(active)
-    if not total.requires_grad:
-        return dict.fromkeys(active, 0.0)
-    grads = torch.autograd.grad(total, list(active.values()), allow_unused=True)
-    return {site: 0.0 if grad is None else grad.mean().item() for site, grad in zip(active, grads, strict=True)}
 
 
 def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:

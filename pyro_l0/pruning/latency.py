@@ -18,7 +18,7 @@ from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.cost import Expectations, PerDevice
 from pyro_l0.nn.engine import Example, Operation, Value, calls_of
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
-from pyro_l0.nn.engine.formulas import FALSE, TRUE
+from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.training.processes import rank, share_value
 
@@ -57,7 +57,9 @@ class Latency:
 
     def __init__(self, network: nn.Module, example: Example, measured: Mapping[str, float] | None = None) -> None:
         recording = record_called(network, example)
-        dependencies = find_dependencies(recording)
+        dependencies = find_dependencies(
+            recording, lambda _: Formulas([gate.size for gate in gate_names(network).values()])
+        )
         self.measured = dict(measured or {"gates": float(sum(dependencies.sizes.values()))})
         self._network, self._example = network, example
         self._device = next(network.parameters()).device
@@ -132,7 +134,7 @@ class Latency:
 class _Work:
     """An operation that can be run with fewer of the ``units`` whose kinds its tensors have."""
 
-    def __init__(self, operation: Operation, dependencies: Dependencies) -> None:
+    def __init__(self, operation: Operation, dependencies: Dependencies[Formulas]) -> None:
         self._operation = operation
         self._dims: dict[Value, list[tuple[int, Units, int]]] = {value: [] for value in operation.inputs}
         for value, dims in self._dims.items():

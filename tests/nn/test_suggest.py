@@ -312,7 +312,7 @@ def test_recurrent_units_have_their_gate_behind_the_layer(behind):
     assert set(found) == {"enter", "layer"}
     assert found.refused["behind"] == "its units are those of layer"
     at = found.locations[1]
-    assert (at.gate.size, at.coupled, at.weights) == (8, (), 3 * (8 + 8 + 8) + 2)  # as the first to leave
+    assert (at.gate.size, at.coupled, at.weights) == (8, (), 3 * (8 + 8 + 8 - 1) + 2)  # a recurrent unit reads itself
 
 
 def test_recurrent_units_that_are_others_too_are_coupled():

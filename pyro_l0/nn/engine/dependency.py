@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from pyro_l0.nn.engine.analysis import analyse, settle_constants
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas, Needs
+from pyro_l0.nn.engine.formulas import FALSE, TRUE, Needs, Statements
 from pyro_l0.nn.engine.maps import VARIES, ZERO, Axis, Index, Link, Maps, Mask, Read, Reshape
 from pyro_l0.nn.engine.record import Operation, Recording, Value
 from pyro_l0.nn.gate import gate_names
@@ -17,6 +18,7 @@ from pyro_l0.nn.gate import gate_names
 __all__ = ["Dependencies", "Presence", "find_dependencies"]
 
 
+Of = TypeVar("Of", bound=Statements)
 NONZERO, VARYING = 0, 1  # rows of what is known
 
 
@@ -27,7 +29,7 @@ class Presence:
     is; what is not zero with all gates closed (``closed``) never is.
     """
 
-    def __init__(self, formulas: Formulas, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:
+    def __init__(self, formulas: Statements, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:
         self.formulas, self.gates, self.maps = formulas, gates, opened
         self._to_bias = {layer.read for layer in opened.constant_inputs}
         at_least = {
@@ -182,10 +184,10 @@ def _spread(link: Link, entries: Index) -> Index:
 
 
 @dataclass(frozen=True)
-class Dependencies:
+class Dependencies(Generic[Of]):
     """Answer of :func:`find_dependencies`."""
 
-    formulas: Formulas
+    formulas: Of
     sizes: dict[str, int]  # by site, the number of its gates, which statements number through in this order
     maps: Maps  # with all gates open
     units: list[Index]  # of every entry, by block, where gates keep the units in front and behind apart
@@ -196,18 +198,19 @@ class Dependencies:
         return self.stays[self.units[axis.block]]
 
 
-def find_dependencies(recording: Recording) -> Dependencies:
+def find_dependencies(recording: Recording, statements: Callable[[Maps], Of]) -> Dependencies[Of]:
     """Find what the entries of a network's tensors depend on, by the rules' answers for open and for closed gates.
 
     What is zero with all gates closed and not with all open depends on the gates that it comes from: a product on
     each of its factors, and all else on any of its inputs. What is not zero with all gates closed never is.
+    ``statements`` makes the kind of statements from what is known with all gates open.
     """
     sizes = {site: gate.size for site, gate in gate_names(recording.network).items()}
     ones = {site: torch.ones(size) for site, size in sizes.items()}
     opened = analyse(recording, {}, ones).maps
     all_closed = analyse(recording, {site: torch.ones(size, dtype=torch.bool) for site, size in sizes.items()}, ones)
     _forget_what_was_kept(all_closed.maps)
-    formulas = Formulas(list(sizes.values()))
+    formulas = statements(opened)
     gates, number = dict[str, Index](), 0
     for site, size in sizes.items():
         gates[site] = np.array([formulas.gate(number + unit) for unit in range(size)], dtype=np.int64)
@@ -241,7 +244,7 @@ def _forget_what_was_kept(maps: Maps) -> None:
 class _Kept:
     """By unit, the statement that it stays, as far as it is known."""
 
-    def __init__(self, formulas: Formulas, units: list[Index], count: int) -> None:
+    def __init__(self, formulas: Statements, units: list[Index], count: int) -> None:
         self.formulas, self.units = formulas, units
         self.stays: Index = np.full(count, FALSE)
         self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}

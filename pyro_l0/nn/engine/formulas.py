@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import cache, reduce
+from functools import reduce
 
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Read
 from pyro_l0.nn.engine.record import Operation, Value
 
-__all__ = ["FALSE", "TRUE", "Clause", "Formulas", "Needs"]
+__all__ = ["FALSE", "TRUE", "Cases", "Clause", "Formulas", "Needs", "Statements"]
 
 
 Clause = frozenset[int]
@@ -19,11 +20,81 @@ _CASES = 64  # of each kind
 _ALL_CASES = (1 << 4 * _CASES) - 1
 
 
-class Formulas:
-    """Monotone statements: all of some clauses hold, and a clause holds if one of its literals does.
+class Statements(ABC):
+    """Monotone statements about gates, which are numbered, and arrays of numbers that stand for those of entries.
 
-    A literal is a gate, which is open, or, numbered behind the gates, another statement. Gates are numbered through,
-    site after site. Statements are numbered, and arrays of numbers stand for those of a dimension's entries.
+    Gates are numbered through, site after site.
+    """
+
+    @abstractmethod
+    def gate(self, gate: int) -> int:
+        """That one gate is open."""
+
+    @abstractmethod
+    def both(self, one: int, other: int) -> int:
+        """That two statements hold."""
+
+    @abstractmethod
+    def some(self, formulas: Iterable[int]) -> int:
+        """That one of several statements holds."""
+
+    @abstractmethod
+    def is_the_same(self, one: int, other: int) -> bool:
+        """Whether two statements hold in the same cases, all or many of them."""
+
+    def every(self, formulas: Iterable[int]) -> int:
+        """That all of several statements hold."""
+        return reduce(self.both, formulas, TRUE)
+
+    def both_each(self, one: Index, other: Index) -> Index:
+        """Entry by entry, that two statements hold."""
+        return self._each(one, other, TRUE, self.both)
+
+    def some_each(self, one: Index, other: Index) -> Index:
+        """Entry by entry, that one of two statements holds."""
+        return self._each(one, other, FALSE, lambda x, y: self.some((x, y)))
+
+    def some_of_each(self, rows: Index) -> Index:
+        """Along the last dimension, that one of the statements holds."""
+        if rows.max(initial=TRUE) <= FALSE:
+            return np.asarray(rows.min(-1, initial=FALSE))
+        found = [self.some(set(row)) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
+        return np.array(found, dtype=np.int64).reshape(rows.shape[:-1])
+
+    def outer(self, vectors: Sequence[Index]) -> Index:
+        """That all entries of a combination hold, a dimension for each vector."""
+        return reduce(lambda result, vector: self.both_each(result[..., np.newaxis], vector), vectors)
+
+    def regroup(self, vectors: Sequence[Index], axes: Sequence[Axis], axis: Axis) -> Index:
+        """The combinations of entries are those of other dimensions: that one holds in which an entry takes part."""
+        flat = self.outer(vectors).reshape([other.size for other in axes])
+        rows = np.moveaxis(flat, next(dim for dim, other in enumerate(axes) if other is axis), 0)
+        return self.some_of_each(rows.reshape(axis.size, -1))
+
+    def some_of(self, formulas: Index) -> int:
+        """That one of an array's statements holds."""
+        if formulas.max(initial=TRUE) <= FALSE:
+            return int(formulas.min(initial=FALSE))
+        return self.some(set(formulas.tolist()))
+
+    def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
+        if one.shape != other.shape:
+            one, other = np.broadcast_arrays(one, other)
+        if one.max(initial=TRUE) <= FALSE and other.max(initial=TRUE) <= FALSE:
+            return np.asarray(np.maximum(one, other) if neutral == TRUE else np.minimum(one, other))
+        if not (other != neutral).any() or not (one != other).any():
+            return one.copy()
+        if not (one != neutral).any():
+            return other.copy()
+        pairs, where = np.unique(one.ravel() + (other.ravel() << 32), return_inverse=True)
+        found = [combine(x & 0xFFFFFFFF, x >> 32) for x in pairs.tolist()]
+        return np.array(found, dtype=np.int64)[where].reshape(one.shape)
+
+
+class Formulas(Statements):
+    """Statements in clauses: all of them hold, and a clause holds if one of its literals does.
+
+    A literal is a gate, which is open, or, numbered behind the gates, another statement.
 
     Example:
         >>> formulas = Formulas([2])
@@ -85,53 +156,6 @@ class Formulas:
             self._some[given] = self._disjunction([self._clauses[x] for x in sorted(given)])
         return self._some[given]
 
-    def every(self, formulas: Iterable[int]) -> int:
-        """That all of several statements hold."""
-        return reduce(self.both, formulas, TRUE)
-
-    def both_each(self, one: Index, other: Index) -> Index:
-        """Entry by entry, that two statements hold."""
-        return self._each(one, other, TRUE, self.both)
-
-    def some_each(self, one: Index, other: Index) -> Index:
-        """Entry by entry, that one of two statements holds."""
-        return self._each(one, other, FALSE, lambda x, y: self.some((x, y)))
-
-    def some_of_each(self, rows: Index) -> Index:
-        """Along the last dimension, that one of the statements holds."""
-        if rows.max(initial=TRUE) <= FALSE:
-            return np.asarray(rows.min(-1, initial=FALSE))
-        found = [self.some(set(row)) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
-        return np.array(found, dtype=np.int64).reshape(rows.shape[:-1])
-
-    def outer(self, vectors: Sequence[Index]) -> Index:
-        """That all entries of a combination hold, a dimension for each vector."""
-        return reduce(lambda result, vector: self.both_each(result[..., np.newaxis], vector), vectors)
-
-    def regroup(self, vectors: Sequence[Index], axes: Sequence[Axis], axis: Axis) -> Index:
-        """The combinations of entries are those of other dimensions: that one holds in which an entry takes part."""
-        flat = self.outer(vectors).reshape([other.size for other in axes])
-        rows = np.moveaxis(flat, next(dim for dim, other in enumerate(axes) if other is axis), 0)
-        return self.some_of_each(rows.reshape(axis.size, -1))
-
-    def some_of(self, formulas: Index) -> int:
-        """That one of an array's statements holds."""
-        if formulas.max(initial=TRUE) <= FALSE:
-            return int(formulas.min(initial=FALSE))
-        return self.some(set(formulas.tolist()))
-
-    def holds(self, formula: int, closed: Set[int]) -> bool:
-        """Whether a statement holds where some gates are closed and all others open."""
-
-        @cache  # statements share others, which would be looked at once for each way to them
-        def found(statement: int) -> bool:
-            return all(
-                any(x not in closed if x < self._gates else found(self.statements[x - self._gates]) for x in clause)
-                for clause in self._clauses[statement]
-            )
-
-        return found(formula)
-
     def is_the_same(self, one: int, other: int) -> bool:
         """Whether two statements hold in the same ones of many cases, drawn at random."""
         return self._cases[one] == self._cases[other]
@@ -144,18 +168,6 @@ class Formulas:
                 some |= self._literal_cases[literal]
             self._clause_cases[clause] = some
         return self._clause_cases[clause]
-
-    def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
-        if one.shape != other.shape:
-            one, other = np.broadcast_arrays(one, other)
-        if one.max(initial=TRUE) <= FALSE and other.max(initial=TRUE) <= FALSE:
-            return np.asarray(np.maximum(one, other) if neutral == TRUE else np.minimum(one, other))
-        if not (other != neutral).any() or not (one != other).any():
-            return one.copy()
-        if not (one != neutral).any():
-            return other.copy()
-        found = [combine(x, y) for x, y in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)]
-        return np.array(found, dtype=np.int64).reshape(one.shape)
 
     def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
         """One of several statements: what all have in common, and one of what else there is to each."""
@@ -236,6 +248,59 @@ def _cases(sizes: Sequence[int]) -> list[int]:
     return [int.from_bytes(row.tobytes(), "big") for row in bits]
 
 
+class Cases(Statements):
+    """Statements that are told apart by the cases in which they hold, in each of which some gates are closed.
+
+    Example:
+        >>> cases = Cases([{0}, {1}, {0, 1}])
+        >>> cases.count(np.array([cases.gate(0), cases.some([cases.gate(0), cases.gate(1)]), TRUE]))
+        array([2, 3, 1])
+    """
+
+    def __init__(self, closed: Sequence[Set[int]]) -> None:
+        self._length = len(closed)
+        whole = (1 << len(closed)) - 1
+        self._cases = [whole, 0]
+        self._numbers = {0: FALSE, whole: TRUE}  # without a case all are true
+        self._gates = dict[int, int]()
+        for case, gates in enumerate(closed):
+            for gate in gates:
+                self._gates[gate] = self._gates.get(gate, whole) & ~(1 << case)
+
+    def gate(self, gate: int) -> int:
+        """That one gate is open."""
+        return self._number(self._gates.get(gate, self._cases[TRUE]))
+
+    def both(self, one: int, other: int) -> int:
+        """That two statements hold."""
+        return self._number(self._cases[one] & self._cases[other])
+
+    def some(self, formulas: Iterable[int]) -> int:
+        """That one of several statements holds."""
+        return self._number(reduce(int.__or__, (self._cases[x] for x in formulas), 0))
+
+    def is_the_same(self, one: int, other: int) -> bool:
+        """Whether two statements hold in the same cases."""
+        return one == other
+
+    def holds(self, formula: int, case: int) -> bool:
+        """Whether a statement holds in a case."""
+        return bool(self._cases[formula] >> case & 1)
+
+    def count(self, statements: Index) -> Index:
+        """By case, how many of some statements hold."""
+        found, times = np.unique(statements, return_counts=True)
+        bits = b"".join(self._cases[x].to_bytes(-(-self._length // 8), "little") for x in found.tolist())
+        rows = np.frombuffer(bits, dtype=np.uint8).reshape(len(found), -1)
+        return np.asarray(times @ np.unpackbits(rows, axis=1, count=self._length, bitorder="little"))
+
+    def _number(self, cases: int) -> int:
+        if cases not in self._numbers:
+            self._numbers[cases] = len(self._cases)
+            self._cases.append(cases)
+        return self._numbers[cases]
+
+
 class Needs:
     """Goes through the operations from the last to the first.
 
@@ -246,7 +311,7 @@ class Needs:
     def __init__(
         self,
         maps: Maps,
-        formulas: Formulas,
+        formulas: Statements,
         passes: Callable[[Operation, Link], Index],
         reads: Callable[[Read], Index],
     ) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyro_l0.nn.cost import Expectations
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
+from pyro_l0.nn.engine.formulas import FALSE, TRUE, Cases, Formulas
 
 
 def random_statement(formulas, rng, depth):
@@ -28,11 +28,14 @@ def test_statements_hold_where_they_should(seed):
     rng = np.random.default_rng(seed)
     formulas = Formulas([2, 3])
     statement, function = random_statement(formulas, rng, 3)
+    states = list(itertools.product((False, True), repeat=5))
+    cases = Cases([{gate for gate, is_open in enumerate(z) if not is_open} for z in states])
+    same, _ = random_statement(cases, np.random.default_rng(seed), 3)
     expectations = Expectations(formulas, {"a": 2, "b": 3})
     number = expectations.add({statement: 2, TRUE: 1, FALSE: 5})
-    for z in itertools.product((False, True), repeat=5):
-        closed = {gate for gate, is_open in enumerate(z) if not is_open}
-        assert formulas.holds(statement, closed) == function(z)
+    assert cases.count(np.array([same, TRUE])).tolist() == [function(z) + 1 for z in states]
+    for case, z in enumerate(states):
+        assert cases.holds(same, case) == function(z)
         values = torch.tensor(z, dtype=torch.float64)
         assert expectations({"a": values[:2], "b": values[2:]})[number].item() == 2 * function(z) + 1
 
@@ -59,15 +62,3 @@ def test_probabilities_of_independent_gates():
     values = expectations({"a": probs})
     assert values[numbers[0]].item() == pytest.approx(1 - (1 - 0.2) * (1 - 0.06))
     assert values[numbers[1]].item() == pytest.approx(3 * 1.4)
-
-
-def test_statements_that_share_others_are_looked_at_once():
-    """Forty rows of two, each of which holds by either of the row before: two to the fortieth ways through them."""
-    formulas = Formulas([162])
-    one, other = formulas.gate(160), formulas.gate(161)
-    for gate in range(0, 160, 4):
-        a, b, c, d = map(formulas.gate, range(gate, gate + 4))
-        both = formulas.both
-        one, other = formulas.some([both(one, a), both(other, b)]), formulas.some([both(one, c), both(other, d)])
-    assert formulas.holds(one, {160})
-    assert not formulas.holds(one, {160, 161})
