@@ -298,3 +298,18 @@ def test_arguments_have_their_names_and_defaults():
     assert linear.maybe("bias") is None
     assert total.integers("dim") == [0]
     assert total.arguments["keepdim"] is False
+
+
+class Frozen(dict):
+    """As diffusers' configurations."""
+
+    def update(self, *args):
+        raise TypeError
+
+
+def test_a_container_that_refuses_changes_is_left_alone():
+    """As long as the network does not change it, either."""
+    network = nn.Linear(2, 2)
+    network.config = Frozen(width=2)
+    record(network, torch.ones(1, 2))
+    assert network.config == {"width": 2}

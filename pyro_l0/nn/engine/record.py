@@ -565,9 +565,11 @@ def _give_back(held: Iterable[tuple[Any, Any]]) -> None:
         if isinstance(holder, dict):
             for name in holder.keys() - before.keys():
                 del holder[name]
+            before = {name: x for name, x in before.items() if name not in holder or holder[name] is not x}
         else:
             holder.clear()
-        (holder.extend if isinstance(holder, list) else holder.update)(before)
+        if before:  # some containers refuse every change
+            (holder.extend if isinstance(holder, list) else holder.update)(before)
 
 
 def copied(network: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
