@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from pyro_l0.compaction.calls import Arguments, tensors
 from pyro_l0.compaction.layers import add_shift, change_gate, reduce_norm
 from pyro_l0.compaction.plan import Constant, LayerFold, Plan, contribution, input_dim, layer_constants, set_attributes
+from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import fix_gates
-from pyro_l0.nn.gate import GateLayer, check_given
+from pyro_l0.nn.gate import check_given
 
 
 class InputSizes:
@@ -67,8 +68,7 @@ def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -
         Linear(in_features=2, out_features=2, bias=True)
     """
     check_given(network)
-    if not isinstance(plan, Plan):
-        raise TypeError(f"Expected the plan of a compacted network, but got {plan!r}.")
+    expect(Plan, "the plan of a compacted network", plan=plan)
     if plan.folds and example is None:
         raise ValueError("Expected an example, since constants of removed units are computed from it.")
     constants = constants_of(network, plan, [] if example is None else calls_of(example))
@@ -139,23 +139,19 @@ def reset_running_means(network: nn.Module, channels: Mapping[str, Sequence[int]
 
 
 def _check(network: nn.Module, plan: Plan) -> None:
-    """Refuse a plan whose names or indices are not those of a network."""
-    named = dict(_named_tensors(network))
+    """Refuse a plan whose names or indices are not those of a network, before anything is changed."""
+    shapes = {name: tensor.shape for name, tensor in _named_tensors(network)}
+    sizes = {path: getattr(module, "size", 0) for path, module in network.named_modules()}
+    named = (*plan.changes, *(fold.layer for fold in plan.folds), *plan.norms, *plan.attributes)
+    wrong = [path for path in named if path not in sizes]
+    wrong += [path for path, change in plan.changes.items() if max(change.units, default=-1) >= sizes.get(path, 0)]
     for name, indices in plan.kept.items():
-        if name not in named:
-            raise ValueError(f"Expected a plan of this network, but it has no {name!r}.")
-        shape = tuple(named[name].shape)
         ends = [-1 if index is None else max(index, default=-1) for index in indices]
+        shape = shapes.get(name, ())
         if len(ends) != len(shape) or any(end >= size for end, size in zip(ends, shape, strict=True)):
-            raise ValueError(f"Expected a plan of this network, but it cuts {name!r}, of shape {shape}, at {ends}.")
-    modules = dict(network.named_modules())
-    for path in (*plan.changes, *(fold.layer for fold in plan.folds), *plan.norms, *plan.attributes):
-        if path not in modules:
-            raise ValueError(f"Expected a plan of this network, but it has no module {path!r}.")
-    for path, change in plan.changes.items():
-        gate = modules[path]
-        if not isinstance(gate, GateLayer) or max(change.units, default=0) >= gate.size:
-            raise ValueError(f"Expected a plan of this network, but it has no Gate at {path!r} of the plan's size.")
+            wrong.append(name)
+    if wrong:
+        raise ValueError(f"Expected a plan of this network, but it has no {wrong[0]!r} of the plan's size.")
 
 
 def _addition(

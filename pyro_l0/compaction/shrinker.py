@@ -261,9 +261,8 @@ class Shrinker:
         """Shrink everything; without an example, to load parameters afterwards."""
         copies = [self.main, *self.replicas]
         constants = [None if example is None else constants_of(one.network, plan, calls_of(example)) for one in copies]
-        with ThreadPoolExecutor(
-            1
-        ) as thread:  # an interrupt, which the main thread alone gets, leaves it when all is done
+        # An interrupt goes to the main thread, which waits at the end of this block until all is changed.
+        with ThreadPoolExecutor(1) as thread:
             thread.submit(self._change, plan, list(zip(copies, constants, strict=True))).result()
         self._tell()
 

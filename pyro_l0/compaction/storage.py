@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from pyro_l0.compaction.apply import apply_in_place
 from pyro_l0.compaction.certificate import Certificate
 from pyro_l0.compaction.plan import Plan
+from pyro_l0.expect import expect
 from pyro_l0.nn.engine.record import copied
 
 __all__ = ["Compacted", "hold", "load_compacted", "replace_file"]
@@ -46,10 +46,6 @@ def replace_file(target: Path, data: bytes | memoryview, previous: Path | None =
     old: int | None = None
     with contextlib.suppress(FileNotFoundError):
         old = target.lstat().st_mode
-    if old is not None and stat.S_ISDIR(old):
-        raise IsADirectoryError(errno.EISDIR, "Expected a place for a file, but got a folder", str(target))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "Expected a folder to save in, but there is none", str(target.parent))
     mode = stat.S_IMODE(old) if old is not None and stat.S_ISREG(old) else None
     # Names that nobody can foresee, made anew: no link that waits there is written through.
     fresh, kept = (target.with_name(f".pyro_l0-{secrets.token_hex(8)}.tmp") for _ in range(2))
@@ -172,7 +168,6 @@ class Compacted:
             OSError: the file cannot be written, or is a folder; the old file is unchanged.
             ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
         """
-        _require_safetensors()
         from safetensors.torch import save
 
         state = {name: value.detach().cpu().contiguous() for name, value in _distinct(self.network).items()}
@@ -217,8 +212,7 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
         >>> again.network[0].out_features
         2
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
+    expect(nn.Module, "the module that was compacted", network=network)
     state, plans, certificate = _read(path)
     *before, plan = plans
     try:
@@ -266,7 +260,6 @@ def _not_finite(network: nn.Module, state: Mapping[str, Tensor], certificate: fl
 
 def _read(path: str | Path) -> tuple[dict[str, Tensor], list[Plan], Certificate]:
     """The tensors, plans and certificate in a file, checked."""
-    _require_safetensors()
     file = _file_at(path)
     metadata, state = _open(file)
     if metadata is None or _PLANS not in metadata:
@@ -317,13 +310,3 @@ def _digest(text: str, state: Mapping[str, Tensor]) -> str:
     for _, value in sorted(state.items()):
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _require_safetensors() -> None:
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "Expected safetensors, which compacted networks are saved with, but it is not installed; "
-            "do: pip install 'pyro-l0[export]'"
-        ) from error

@@ -111,8 +111,8 @@ def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Ga
 
 def check_value(name: str, size: int, value: object, slack: float | None = 0.0) -> None:
     """Refuse all but a tensor with a value for each unit, in [0, 1] up to a slack."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"Expected gates[{name!r}] to be a tensor, but got a {type(value).__name__}.")
+    expect(Tensor, "a tensor", **{f"gates[{name!r}]": value})
+    assert isinstance(value, Tensor)
     if value.shape != (size,):
         why = " (a gate per example, as of a network that is called inside the data plate?)" if value.dim() > 1 else ""
         raise ValueError(f"Expected gates[{name!r}] of shape ({size},), but got {tuple(value.shape)}{why}.")

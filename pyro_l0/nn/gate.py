@@ -6,10 +6,10 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from types import FrameType, MappingProxyType
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import numpy as np
 import pyro
 import torch
 from pyro.infer.elbo import ELBOModule
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.products import defer_product, has_top_hooks, may_be_in_block, may_defer, multiply_along
 from pyro_l0.fast.record import sample
 
@@ -87,8 +88,7 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, GateLayer]:
         ['net.0', 'net.2']
     """
     check_given(network)
-    if not isinstance(prefix, str):
-        raise TypeError(f"Expected prefix to be a string, but got {prefix!r}.")
+    expect(str, "a string", prefix=prefix)
     paths = {path: gate for path, gate in network.named_modules() if isinstance(gate, GateLayer)}
     gates = {prefix + (site_path(network, path) or "gate"): gate for path, gate in paths.items()}
     for name, gate in gates.items():
@@ -119,8 +119,7 @@ def gate_names(network: nn.Module) -> dict[str, GateLayer]:
 
 def check_given(network: object, entries: object = MappingProxyType({}), what: str = "") -> None:
     """Refuse all but a network and a mapping from strings, which a message describes by ``what``."""
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected a network, an nn.Module, but got a {type(network).__name__}.")
+    expect(nn.Module, "an nn.Module", network=network)
     if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
         raise TypeError(f"Expected {what}, but got a {type(entries).__name__}.")
 
@@ -265,10 +264,9 @@ class Gate(GateLayer):
         draws cannot be exported. Blocks of ``torch.utils.checkpoint`` need ``use_reentrant=False``.
 
     Raises:
-        ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has
-            another number of units.
-        TypeError: ``dim`` is not an integer, ``prior`` is not a gate distribution, or the input is not a tensor of a
-            floating or complex type.
+        ValueError: ``size`` is not positive, ``dim`` is 0, or the input has another number of units.
+        TypeError: ``size`` or ``dim`` is not an integer, ``prior`` is not a gate distribution, or the input is not a
+            tensor of a floating or complex type.
         RuntimeError: the layer is exported, or called in a reentrant checkpoint.
 
     Example:
@@ -286,18 +284,13 @@ class Gate(GateLayer):
 
     def __init__(self, size: int, dim: int = -1, prior: GateDistribution | None = None) -> None:
         super().__init__()
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"Expected size to be a positive number of units, but got {size!r}.")
-        if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
-            raise TypeError(f"Expected dim to be an integer, but got {dim!r}.")
+        expect_count(1, size=size)
+        expect(Integral, "a whole number", dim=dim)
         if dim == 0:
             raise ValueError("Expected dim to be a dimension of units, but got 0, the batch.")
         if prior is None:
             prior = HardConcrete.from_active_prob(0.5)
-        if not isinstance(prior, GateDistribution):
-            raise TypeError(f"Expected prior to be a gate distribution, but got {prior!r}.")
-        if prior.batch_shape not in ((), (1,), (size,)):
-            raise ValueError(f"Expected a prior of shape () or ({size},), but got {tuple(prior.batch_shape)}.")
+        expect(GateDistribution, "a gate distribution", prior=prior)
         self.size = int(size)
         self.dim = int(dim)
         self.prior = prior.expand((self.size,))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pyro_l0.expect import expect_count
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import Gate, check_given
 from pyro_l0.nn.insert import GateHook, arrange, has_hook, module_at
@@ -164,8 +165,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     check_given(network, heads, "numbers of heads by module path")
     new = copied(network)
     for path, number in heads.items():
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"Expected the number of heads at {path!r} to be an integer, but got {number!r}.")
+        expect_count(1, **{f"heads[{path!r}]": number})
         module_at(new, path, "dense layers", is_dense)
         parent = new.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
@@ -209,17 +209,8 @@ def _swap(network: nn.Module, path: str, attention: nn.MultiheadAttention, heads
             f"Expected {attention.num_heads} heads at {path!r}, as many as its nn.MultiheadAttention has, but got "
             f"{heads}."
         )
-    if not inner:
-        raise ValueError(
-            f"Expected a network that holds its nn.MultiheadAttention, which is replaced, but {path!r} is a part of "
-            "one that is the whole network; put it into nn.Sequential, and give the path as '0.out_proj'."
-        )
     _refuse_shared(network, inner, attention)
-    try:
-        plain = PlainAttention(attention)
-    except ValueError as error:
-        raise ValueError(f"{error} At {inner!r} there is one; write that attention out to gate its heads.") from error
-    network.set_submodule(inner, plain)
+    network.set_submodule(inner, PlainAttention(attention))
 
 
 def _check_projection(network: nn.Module, path: str, projection: nn.Module, heads: int) -> None:
@@ -235,7 +226,7 @@ def _check_projection(network: nn.Module, path: str, projection: nn.Module, head
     weight = projection.weight
     assert isinstance(weight, Tensor)
     inputs = weight.shape[0 if type(projection).__name__ == "Conv1D" else 1]  # transformers' holds it transposed
-    if heads < 1 or inputs % heads:
+    if inputs % heads:
         raise ValueError(f"Expected a number of heads at {path!r} that divides its {inputs} inputs, but got {heads}.")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
+from pyro_l0.expect import expect
 from pyro_l0.nn.calls import ModuleCall, follow_calls
 from pyro_l0.nn.engine.record import Example, Value, copied
 from pyro_l0.nn.gate import Gate, GateHolder, GateLayer, check_given
@@ -193,8 +194,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
     followed = None if example is None else follow_calls(network, example)
     for path, gate in gates.items():
         module_at(network, path, "modules")
-        if not isinstance(gate, GateLayer):
-            raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
+        expect(GateLayer, "a Gate", **{f"gates[{path!r}]": gate})
         calls = None if followed is None else followed.of_one(modules[path])
         _check_place(modules, path, gate, calls, [other for other in gates if modules.get(other) is modules[path]])
         for call in calls or []:
@@ -287,11 +287,6 @@ def _check_place(
         raise ValueError(
             f"Expected modules that are called, but nn.MultiheadAttention reads the weights of {path!r} and does not "
             "call it; put the gate behind the attention, on the first entry of what it returns."
-        )
-    if isinstance(module, nn.MultiheadAttention):
-        raise ValueError(
-            f"Expected modules that return a tensor, but {path!r} ({type(module).__name__}) returns a tuple; "
-            "write a Gate for its first entry into the network's forward."
         )
     if isinstance(module, nn.RNNBase) and (module.proj_size or (gate.size, gate.dim) != (module.hidden_size, -1)):
         found = f"proj_size={module.proj_size}" if module.proj_size else repr(gate)

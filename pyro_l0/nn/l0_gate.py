@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Self
@@ -98,8 +97,6 @@ class L0Gate(GateLayer):
         for size in shape:
             expect_count(1, size=size)
         expect(Real, "a number", init_active_prob=init_active_prob, init_jitter=init_jitter)
-        if not 0 <= init_jitter < math.inf:
-            raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
         kind, options = _family(family, family_options)
         check_rate("init_active_prob", init_active_prob, kind.__name__)
         template = kind.from_active_prob(torch.tensor(float(init_active_prob)), **options)

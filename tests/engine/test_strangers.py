@@ -186,7 +186,7 @@ def test_examples_that_no_network_takes(ask):
     for wrong in (torch.ones(0, 4), [], (), (torch.ones(1, 4), 3), {"name": torch.ones(1, 4)}):
         with pytest.raises(ValueError, match="Expected an example"):
             ask(network, wrong)
-    with pytest.raises(TypeError, match=r"an nn\.Module, but got a NoneType"):
+    with pytest.raises(TypeError, match=r"an nn\.Module, but got a value of type NoneType"):
         ask(None, torch.ones(1, 4))
 
 

@@ -78,7 +78,6 @@ def test_gates_in_fused_transformer_layers_act_in_eval(make, norm_first, padding
     ("make", "path", "message"),
     [
         (lambda: layer(), "self_attn.out_proj", "nn.MultiheadAttention reads the weights of 'self_attn.out_proj'"),
-        (lambda: layer(), "self_attn", r"'self_attn' \(MultiheadAttention\) returns a tuple"),
         (lambda: nn.ModuleDict({"rnn": nn.GRU(3, 4)}), "rnn", r"Gate\(4\) for the hidden units of 'rnn'.*got Gate\(8"),
         (lambda: nn.ModuleDict({"rnn": nn.LSTM(3, 8, proj_size=2)}), "rnn", "without proj_size, but got proj_size=2"),
     ],

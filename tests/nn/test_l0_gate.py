@@ -283,22 +283,6 @@ def test_prune_refuses_gates_that_train_themselves():
         prune(network(), F.cross_entropy, [(X, Y)], X, epochs=20)
 
 
-def test_refusals():
-    for shape, error in (((), "a shape"), ((0,), "at least 1"), ((2.5,), "whole number")):
-        with pytest.raises((ValueError, TypeError), match=error):
-            L0Gate(*shape)
-    with pytest.raises(ValueError, match=r"Expected family to be one of .*, but got 'bernoulli'"):
-        L0Gate(3, family="bernoulli")
-    with pytest.raises(ValueError, match="pathwise draws"):
-        L0Gate(3, family=BernoulliGate)
-    with pytest.raises(ValueError, match="Expected 3 units in dimension -1 at gate"):
-        L0Gate(3)(torch.ones(2, 4))
-    with pytest.raises(ValueError, match="without enlarging it, but got one of shape"):
-        L0Gate(4, 3)(torch.ones(1, 3))
-    with pytest.raises(ValueError, match="Expected a network with L0Gates, but it has none"):
-        NetworkGates(nn.Linear(2, 2))
-
-
 def test_a_gate_whose_values_are_taken_has_no_cost():
     class Edges(nn.Module):
         def __init__(self):

@@ -7,14 +7,26 @@ import torch
 from pyro import poutine
 from torch import nn
 
-from pyro_l0 import HardConcrete
+from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.diagnostics.gradients import pathwise_noise
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, gate_weights, insert_gates, suggest_gates
+from pyro_l0.nn import (
+    Gate,
+    L0Gate,
+    NetworkCost,
+    NetworkGates,
+    fix_gates,
+    gate_heads,
+    gate_weights,
+    insert_gates,
+    suggest_gates,
+)
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.heads import PlainAttention
 from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.nn.weights import fix_weights
+from tests.nn.test_heads import attention
 
 DOORS = {
     "insert_gates": lambda network: insert_gates(network, {"0": Gate(3)}),
@@ -33,7 +45,7 @@ DOORS = {
 @pytest.mark.parametrize("name", DOORS)
 @pytest.mark.parametrize("network", [None, "abc", {"0": 3}, nn.Linear], ids=["none", "string", "dict", "class"])
 def test_no_network(name, network):
-    with pytest.raises(TypeError, match=r"Expected a network, an nn\.Module, but got a"):
+    with pytest.raises(TypeError, match=r"Expected network to be an nn\.Module, but got a value of type"):
         DOORS[name](network)
 
 
@@ -49,7 +61,7 @@ def test_what_holds_no_tensors(bad):
     """The values of a fixed gate, and a plan."""
     with pytest.raises(TypeError, match="Expected value to be a tensor"):
         FixedGate(bad)
-    with pytest.raises(TypeError, match=r"Expected the plan of a compacted network"):
+    with pytest.raises(TypeError, match="Expected plan to be the plan of a compacted network"):
         apply_plan(nn.Linear(2, 2), bad)
     with pytest.raises(TypeError, match="Expected a gate, but got"):
         pathwise_noise(bad)
@@ -64,12 +76,20 @@ def test_integers_of_numpy_are_sizes_and_dimensions():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Gate(0), ValueError, "size to be a positive number of units, but got 0"),
-        (lambda: Gate(2.0), ValueError, "size to be a positive number"),
+        (lambda: Gate(0), ValueError, "size of at least 1, but got 0"),
+        (lambda: Gate(2.0), TypeError, "size to be a whole number"),
+        (lambda: Gate(2, "1"), TypeError, "dim to be a whole number"),
         (lambda: Gate(2, 0), ValueError, "got 0, the batch"),
         (lambda: Gate(2, -1, dist.Normal(0.0, 1.0)), TypeError, "prior to be a gate distribution"),
-        (lambda: Gate(2, -1, HardConcrete(torch.zeros(3))), ValueError, r"of shape \(\) or \(2,\), but got \(3,\)"),
-        *[(lambda dim=dim: Gate(6, dim), TypeError, "dim to be an integer") for dim in ("abc", None, 1.0, True)],
+        (lambda: Gate(2, -1, HardConcrete(torch.zeros(3))), RuntimeError, "must match the existing size"),
+        (lambda: L0Gate(), ValueError, "a shape"),
+        (lambda: L0Gate(0), ValueError, "at least 1"),
+        (lambda: L0Gate(2.5), TypeError, "whole number"),
+        (lambda: L0Gate(3, family="bernoulli"), ValueError, "family to be one of .*, but got 'bernoulli'"),
+        (lambda: L0Gate(3, family=BernoulliGate), ValueError, "pathwise draws"),
+        (lambda: L0Gate(3)(torch.ones(2, 4)), ValueError, "Expected 3 units in dimension -1 at gate"),
+        (lambda: L0Gate(4, 3)(torch.ones(1, 3)), ValueError, "without enlarging it, but got one of shape"),
+        (lambda: NetworkGates(nn.Linear(2, 2)), ValueError, "a network with L0Gates, but it has none"),
         (lambda: FixedGate(torch.ones(2, 3)), ValueError, r"one value per unit, shape \(size,\)"),
         (lambda: FixedGate(torch.tensor(1.0)), ValueError, r"one value per unit, shape \(size,\)"),
         (lambda: FixedGate(torch.ones(3), 0), ValueError, r"one value per unit, shape \(size,\)"),
@@ -118,7 +138,7 @@ GATES = {"0": torch.ones(4), "2": torch.ones(3)}
         ({**GATES, "2": torch.ones(2)}, ValueError, r"gates\['2'\] of shape \(3,\), but got \(2,\)"),
         ({**GATES, "2": torch.full((3,), 1.5)}, ValueError, r"gates\['2'\] in \[0, 1\]"),
         ({**GATES, "2": torch.full((3,), float("nan"))}, ValueError, r"gates\['2'\] in \[0, 1\]"),
-        ({**GATES, "2": [1.0] * 3}, TypeError, r"gates\['2'\] to be a tensor, but got a list"),
+        ({**GATES, "2": [1.0] * 3}, TypeError, r"gates\['2'\] to be a tensor, but got a value of type list"),
         ([torch.ones(5)], TypeError, r"gates by site name, such as guide.test_gates\(\), but got a list"),
     ],
 )
@@ -137,7 +157,7 @@ def test_gates_that_have_been_fixed_before():
     [
         ("encodr", Gate(4), ValueError, "modules inside of the network, but got 'encodr'; there are 'encoder'"),
         ("x", Gate(4), ValueError, "got 'x'; there are 'encoder', 'decoder'"),  # the outermost ones
-        ("encoder", 4, TypeError, "a Gate for module 'encoder', but got 4"),
+        ("encoder", 4, TypeError, r"gates\['encoder'\] to be a Gate, but got a value of type int"),
     ],
 )
 def test_bad_paths_and_gates(path, gate, error, message):
@@ -150,3 +170,63 @@ def test_an_example_of_another_type():
     message = r"example that the network takes, .* got one of shape \(2, 4\) and dtype torch.uint8"
     with pytest.raises(ValueError, match=message):
         suggest_gates(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4, dtype=torch.uint8))
+
+
+# ------------------------------------------------------------ gates on heads and on weights
+
+
+def heads(shared=False, **options):
+    net = nn.ModuleDict({"a": attention(), "conv": nn.Conv1d(6, 6, 1), "words": nn.Embedding(3, 4)})
+    net["torch"] = nn.MultiheadAttention(6, 2, **options)
+    if shared:
+        net["out"], net["b"] = net["a"].out, net["torch"]
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "path", "number", "error", "message"),
+    [
+        (heads(), "a.o", 2, ValueError, r"dense layers inside of the network, but got 'a\.o'; there are 'a\.out'"),
+        (heads(), "conv", 2, TypeError, "dense layer at 'conv', which reads the heads side by side, but got Conv1d"),
+        (heads(), "words", 2, TypeError, "at 'words', .* got Embedding"),
+        (heads(), "a.out", 4, ValueError, "divides its 6 inputs, but got 4"),
+        (heads(), "a.out", 0, ValueError, r"heads\['a\.out'\] of at least 1"),
+        (heads(), "a.out", 2.0, TypeError, r"heads\['a\.out'\] to be a whole number"),
+        (gate_heads(heads(), {"a.out": 2}), "a.out", 2, ValueError, r"without head gates, but 'a\.out' has them"),
+        (heads(shared=True), "a.out", 2, ValueError, "it is at 'a.out' and at 'out'"),
+        (heads(), "torch.out_proj", 3, ValueError, r"Expected 2 heads at 'torch\.out_proj', .* but got 3"),
+        (heads(add_bias_kv=True), "torch.out_proj", 2, ValueError, "without add_bias_kv and add_zero_attn"),
+        (heads(shared=True), "torch.out_proj", 2, ValueError, "it is at 'torch' and at 'b'"),
+        (nn.MultiheadAttention(6, 2), "out_proj", 2, ValueError, "target name"),
+    ],
+)
+def test_heads_that_cannot_be_gated(net, path, number, error, message):
+    with pytest.raises(error, match=message):
+        gate_heads(net, {path: number})
+
+
+def test_a_causal_call_without_a_mask():
+    with pytest.raises(ValueError, match="attn_mask with is_causal=True"):
+        PlainAttention(nn.MultiheadAttention(6, 2))(*[torch.ones(1, 2, 6)] * 3, is_causal=True)
+
+
+def tied():
+    net = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False), nn.LayerNorm(4))
+    net[1].weight = net[0].weight
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "path", "error", "message"),
+    [
+        (nn.Linear(2, 1), "", ValueError, "inside of the network, but got ''"),
+        (tied(), "1", ValueError, r"'0\.weight' and '1\.weight'; untie them"),
+        (tied(), "2", TypeError, "'2' is a LayerNorm"),
+        (tied(), "5", ValueError, "got '5'; there are '0', '1'"),
+        (gate_weights(nn.Sequential(nn.Linear(3, 2)), "0"), "0", ValueError, "has them already"),
+        (nn.TransformerEncoderLayer(4, 2), "self_attn.out_proj", ValueError, r"is part of an nn\.MultiheadAttention"),
+    ],
+)
+def test_weights_that_cannot_be_gated(net, path, error, message):
+    with pytest.raises(error, match=message):
+        gate_weights(net, path)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import compact
@@ -90,41 +89,3 @@ def test_superfluous_weights_close():
     gates = trained_gates(net, model, x, y, lam=20.0, steps=200)
     weight = fix_weights(net, gates)[0].weight
     assert weight.squeeze().nonzero().flatten().tolist() == [1, 4]
-
-
-def test_a_network_that_is_the_layer_itself_is_refused():
-    with pytest.raises(ValueError, match="inside of the network, but got ''"):
-        gate_weights(nn.Linear(2, 1), "")
-
-
-def test_refused():
-    tied = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False), nn.LayerNorm(4))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight'; untie them"):
-        gate_weights(tied, "1")
-    with pytest.raises(TypeError, match=r"'2' is a LayerNorm"):
-        gate_weights(tied, "2")
-    with pytest.raises(ValueError, match=r"got '5'; there are '0', '1'"):
-        gate_weights(tied, "5")
-    net = gate_weights(nn.Sequential(nn.Linear(3, 2)), "0")
-    with pytest.raises(ValueError, match="has them already"):
-        gate_weights(net, "0")
-    with pytest.raises(ValueError, match=r"'self_attn\.out_proj' is part of an nn\.MultiheadAttention"):
-        gate_weights(nn.TransformerEncoderLayer(4, 2), "self_attn.out_proj")
-    with pytest.raises(ValueError, match=r"no value for '0\.gate'"):
-        fix_weights(net, {})
-
-
-def test_functions_of_the_layers_own_run():
-    """Hooks and code of the layer see the gated weight."""
-
-    class Scaled(nn.Linear):
-        def forward(self, x, scale=1.0):
-            return F.linear(x, self.weight * scale, self.bias)
-
-    net = nn.ModuleDict({"a": Scaled(2, 2)})
-    gated = gate_weights(net, "a")
-    values = {"a.gate": torch.tensor([0.0, 1.0, 1.0, 0.0])}
-    x = torch.ones(1, 2)
-    expected = F.linear(x, 3 * net["a"].weight * values["a.gate"].view(2, 2), net["a"].bias)
-    torch.testing.assert_close(fix_gates(gated, values)["a"](x, scale=3.0), expected)
