@@ -8,6 +8,7 @@ from tests.engine.zoo import (
     inputs,
     mlp,
     norms,
+    public,
     recurrent,
     residual,
     tied,
@@ -16,5 +17,5 @@ from tests.engine.zoo.entry import Entry, call, sites
 
 __all__ = ["ZOO", "Entry", "call", "sites"]
 
-FAMILIES = (mlp, convolutional, residual, attention, norms, generative, recurrent, inputs, tied, hugging_face)
+FAMILIES = (mlp, convolutional, residual, attention, norms, generative, recurrent, inputs, tied, hugging_face, public)
 ZOO: dict[str, Entry] = {name: entry for family in FAMILIES for name, entry in family.ENTRIES.items()}
