@@ -18,7 +18,7 @@ __all__ = ["enumerate_posterior", "exact_posterior"]
 
 _MOST_FEATURES = 20
 # Weight of all states that are left out of the moments of the coefficients.
-_LEFT_OUT = 1e-10
+_LEFT_OUT = 1e-8
 
 
 def exact_posterior(
@@ -37,7 +37,7 @@ def exact_posterior(
 ) -> SelectionPosterior:
     """Compute the posterior of a spike-and-slab regression by a sum over every subset of the features.
 
-    For a Gaussian regression it is exact up to about 1e-8: unknown scales are integrated on a grid, an unknown rate in
+    For a Gaussian regression it is exact up to about 1e-4: unknown scales are integrated on a grid, an unknown rate in
     closed form. For other families Laplace's approximation integrates the coefficients of each subset.
 
     With ``standardize=False``, ``fit_intercept=False`` and rate, slab_scale and noise_scale given, the model is

@@ -8,7 +8,8 @@ r = (slab_scale / noise_scale)^2. Then
 
 and given y the coefficients are normal with mean sum_i v_i r c_i / (1 + r lambda_i) and covariance
 sigma^2 sum_i v_i v_i' r / (1 + r lambda_i). So one decomposition serves every node of a grid, and the sums are the same
-for all noise scales with the same r: the grid has the axes log sqrt(r) and log noise_scale.
+for all noise scales with the same r: a grid has nodes of log sqrt(r), and nodes of log noise_scale for each of these,
+around sqrt((y'y - a(r)) / n).
 """
 
 from __future__ import annotations
@@ -22,35 +23,41 @@ from torch import Tensor
 
 from pyro_l0.maths.second_order import quadratic_of
 from pyro_l0.selection.methods.grid import (
+    NEGLIGIBLE,
+    NODES,
     Grid,
-    GridAxes,
     Group,
-    Laid,
+    Part,
     distinct_states,
     draw_rate,
     draws_of,
     gate_prior,
     groups_of,
-    heaviest,
-    lay,
+    log_half_cauchy,
+    log_half_normal,
+    log_marginals,
+    nodes_around_mode,
+    slab_range,
+    smallest_noise,
     sparse_rows,
 )
 from pyro_l0.selection.problem import Draws, Problem
 
 __all__ = ["GaussianStates"]
 
-_ENTRIES = 2**19  # numbers in the largest array of a step: 4 MB
-_FINER = 2  # the grid of draws, compared with the grid of integrals
+_ENTRIES = 2**17  # numbers in the largest array of a step: 512 kB, for which memory is at hand
+# Nodes of an unknown noise scale, where the ratio's are searched and for integrals: as densities close to normal, of so
+# many observations, need, and as others do. Draws, which are spread over cells, take the most.
+_MANY, _CLOSE_TO_NORMAL, _SKEWED = 30, (6, 10), (12, 32)
 _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
 
 
 class GaussianStates:
     """Gate vectors of a Gaussian regression with everything else integrated out.
 
-    Unknown scales are integrated on a grid that is laid where the posterior of the given states is. A state that is
-    e^-32 times lighter than the heaviest, or less, has its evidence to a few nats alone. An unknown noise scale is
-    bounded from below by 1e-5 times the root mean square of y: where the features explain y without a rest, its density
-    has no other bound.
+    Each has its own grid of the unknown scales, around their mode. A mean square residual counts as at least that of
+    the smallest noise, 1e-5 times the root mean square of y: where the features explain y without a rest, the density
+    of the noise scale has no other bound.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -62,43 +69,40 @@ class GaussianStates:
             raise ValueError("Expected at least one observation, and two with an intercept; got none to learn from.")
         if problem.prior.noise_scale is None and self._square_y == 0:
             raise ValueError("Expected y to vary, as the noise scale is unknown, but y is constant; set noise_scale.")
+        both = problem.prior.noise_scale is None and problem.prior.slab_scale is None
+        self._rough, self._fine = (_CLOSE_TO_NORMAL if self._n > _MANY else _SKEWED) if both else (1, 1)
         self._linear = x.T @ y
         self._quadratic = quadratic_of(x, self._linear)
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """log p(y, z) with hyperparameters and coefficients integrated out, for gates of shape ``(S, G)``."""
         z = self.problem.checked(z)
-        return self._laid(z).integrated()
+        return log_marginals(gate_prior(self.problem.prior).log_prob(z), map(self._part, self._parts(z)))
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Means of the coefficients and of their squares over states of weights that add up to one, each ``(p, K)``."""
-        z = self.problem.checked(z)
-        grid = self._laid(heaviest(z, weights)).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
-        for group in groups_of(self.problem.switched(z)):
-            k = group.open.shape[1]
-            for part in group.split(max(1, _ENTRIES // (grid.log_noise.numel() + k * (len(grid.log_ratio) + k)))):
-                spectrum = self._spectrum(part.open)
-                mean, square = spectrum.moments(self._probs(spectrum, grid), grid)
-                weight = weights[part.rows, None]
-                first.index_add_(0, part.open.flatten(), (weight * mean).flatten())
-                second.index_add_(0, part.open.flatten(), (weight * square).flatten())
+        for part, spectrum in self._parts(self.problem.checked(z)):
+            mean, square = spectrum.moments(self._grid_at(spectrum, self._nodes(spectrum)[0], self._fine))
+            weight = weights[part.rows, None]
+            first.index_add_(0, part.open.flatten(), (weight * mean).flatten())
+            second.index_add_(0, part.open.flatten(), (weight * square).flatten())
         return first[:, None], second[:, None]
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """One draw of the coefficients and of what is unknown for each state."""
-        distinct, state, _ = distinct_states(self.problem.checked(z))
-        grid = self._laid(distinct).axes.fine(_FINER)
+        distinct, state = distinct_states(self.problem.checked(z))
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
         parts = []
-        for group in groups_of(self.problem.switched(distinct)):
-            k = group.open.shape[1]
-            for part in group.split(max(1, _ENTRIES // (grid.log_noise.numel() + k * k))):
-                spectrum = self._spectrum(part.open)
-                rows, place = draws_of(part.rows, state)
-                log_ratio[rows], log_noise[rows] = grid.draw(self._probs(spectrum, grid), place, generator)
-                beta = spectrum.at(place).draw(log_ratio[rows], log_noise[rows], generator)
-                parts.append((Group(rows, part.open[place]), beta[:, :, None]))
+        for part, spectrum in self._parts(distinct):
+            rows, place = draws_of(part.rows, state)
+            log_ratio[rows], log_noise[rows] = self._grid_at(spectrum, self._nodes(spectrum)[0], _SKEWED[1]).draw(
+                place, generator
+            )
+            if self.problem.prior.slab_scale is not None:
+                log_noise[rows] = math.log(self.problem.prior.slab_scale) - log_ratio[rows]
+            beta = spectrum.at(place).draw(log_ratio[rows], log_noise[rows], generator)
+            parts.append((Group(rows, part.open[place]), beta[:, :, None]))
         return Draws(
             sparse_rows(parts, len(z), self._p, 1),
             torch.zeros(len(z), 1, dtype=torch.float64).numpy(),
@@ -107,51 +111,74 @@ class GaussianStates:
             draw_rate(self.problem.prior, z, generator),
         )
 
-    def _laid(self, z: Tensor) -> Laid:
-        """Lay a grid where these states have their posterior."""
-        on = self.problem.switched(z)
-        groups = [self._with_eigenvalues(group) for group in groups_of(on)]
-        log_gates = gate_prior(self.problem.prior).log_prob(z)
-        axes = GridAxes.gaussian(
-            self.problem.prior, self._n, int(on.sum(1).max()), self._square_y, lambda x: self._least_residual(groups, x)
-        )
-        return lay(axes, groups, log_gates, self._parts)
+    def _parts(self, z: Tensor) -> Iterator[tuple[Group, _Spectrum]]:
+        """Some states after the other, with their decompositions."""
+        for group in groups_of(self.problem.switched(z)):
+            k = group.open.shape[1]
+            for part in group.split(max(1, _ENTRIES // (NODES * max(self._fine, k) + k * k))):
+                yield part, self._spectrum(part.open)
 
-    def _parts(self, group: Group, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of some of a group's states and their log p(y, node | z)."""
-        for part in group.split(max(1, _ENTRIES // grid.log_prior.numel())):
-            values, squares = part.known
-            yield part.rows, self._log_joint(values, squares, grid)
-
-    def _with_eigenvalues(self, group: Group) -> Group:
-        """A group with lambda and c^2, each of shape ``(m, k)``; the vectors would take k times as much room."""
-        k = group.open.shape[1]
-        spectra = [self._spectrum(part.open) for part in group.split(max(1, _ENTRIES // max(1, k * k)))]
-        squares = torch.cat([x.projected.square() for x in spectra])
-        return group._replace(known=(torch.cat([x.values for x in spectra]), squares))
+    def _part(self, part: tuple[Group, _Spectrum]) -> Part:
+        (rows, _), spectrum = part
+        nodes, rough = self._nodes(spectrum)
+        return rows, rough, lambda some: self._grid_at(spectrum.at(some), nodes[some], self._fine)
 
     def _spectrum(self, index: Tensor) -> _Spectrum:
         values, vectors = torch.linalg.eigh(self._quadratic.blocks(index))
         projected = (vectors.mT @ self._linear[index][:, :, None])[:, :, 0]
         return _Spectrum(values.clamp(min=0), projected, vectors)
 
-    def _least_residual(self, groups: list[Group], log_ratio: float) -> float:
-        ratio = torch.tensor([log_ratio], dtype=torch.float64)
-        explained = [_sums(values, squares, ratio)[0].max() for values, squares in (group.known for group in groups)]
-        return self._square_y - max(map(float, explained))
+    def _nodes(self, spectrum: _Spectrum) -> tuple[Tensor, Tensor]:
+        """Log ratios for each state, shape ``(s, R)``, and its rough log p(y | z)."""
+        prior = self.problem.prior
+        (lowest, highest), (least, most) = slab_range(prior), self._noise_range()
+        return nodes_around_mode(
+            lambda nodes: self._grid_at(spectrum, nodes, self._rough).log_by_ratio(),
+            torch.tensor([lowest - most, highest - least], dtype=torch.float64).expand(len(spectrum.values), 2),
+            # With a known slab scale the ratio is as sure as the noise scale, whose density may be narrow.
+            rounds=1 if prior.slab_scale is None else max(2, math.ceil(math.log10(self._n / 30))),
+        )
 
-    def _probs(self, spectrum: _Spectrum, grid: Grid) -> Tensor:
-        """Probabilities of the nodes given each state, shape ``(s, R, M)``."""
-        log_joint = self._log_joint(spectrum.values, spectrum.projected.square(), grid)
-        return log_joint.flatten(1).softmax(1).view_as(log_joint)
+    def _noise_range(self) -> tuple[float, float]:
+        """Of the log noise scale."""
+        known = self.problem.prior.noise_scale
+        if known is not None:
+            return math.log(known), math.log(known)
+        below, above = _noise_widths(self._n)
+        smallest = math.log(smallest_noise(self._n, self._square_y))
+        return smallest - below, 0.5 * math.log(self._square_y / self._n) + above
 
-    def _log_joint(self, values: Tensor, squares: Tensor, grid: Grid) -> Tensor:
-        """log p(y, node | z), shape ``(s, R, M)``."""
-        explained, log_det = _sums(values, squares, grid.log_ratio)
-        residual = (self._square_y - explained).clamp(min=0)
-        alone = grid.log_prior - self._n * (grid.log_noise + 0.5 * math.log(2 * math.pi))
-        log_joint = torch.addcmul(alone, residual[:, :, None], -0.5 * (-2 * grid.log_noise).exp())
-        return log_joint.sub_(0.5 * log_det[:, :, None])
+    def _grid_at(self, spectrum: _Spectrum, log_ratio: Tensor, number: int) -> Grid:
+        """The grid whose log ratios are given, shape ``(s, R)``, with so many nodes of an unknown noise scale."""
+        prior, n = self.problem.prior, self._n
+        explained, log_det = _sums(spectrum.values, spectrum.projected.square(), log_ratio)
+        least = n * smallest_noise(n, self._square_y) ** 2 if prior.noise_scale is None else 0.0
+        residual = (self._square_y - explained)[:, :, None].clamp(min=least)
+        if prior.noise_scale is not None:
+            log_noise = torch.full_like(residual, math.log(prior.noise_scale))
+        elif prior.slab_scale is not None:
+            log_noise = math.log(prior.slab_scale) - log_ratio[:, :, None]
+        else:
+            below, above = _noise_widths(n)
+            log_noise = 0.5 * (residual / n).log() + torch.linspace(-below, above, number, dtype=torch.float64)
+        log_joint = torch.addcmul(-n * log_noise, residual, (-2 * log_noise).exp_(), value=-0.5)
+        log_joint -= 0.5 * log_det[:, :, None] + 0.5 * n * math.log(2 * math.pi)
+        if prior.noise_scale is None:
+            log_joint += log_half_cauchy(log_noise, prior.noise_unit)
+        if prior.slab_scale is None:
+            log_joint += log_half_normal(log_noise + log_ratio[:, :, None], prior.slab_unit)
+        return Grid(log_ratio, log_noise, log_joint)
+
+
+def _noise_widths(n: float) -> tuple[float, float]:
+    """How far below and above its mode the log noise scale may be.
+
+    At a distance t from it the likelihood is lower by n (t + (e^-2t - 1) / 2) nats, which is at least n t^2 below, and
+    n t^2 / (1 + t) above, where the priors may have risen by 2 t.
+    """
+    free = max(n - 2, 1.0)
+    above = (NEGLIGIBLE + 2 + math.sqrt((NEGLIGIBLE + 2) ** 2 + 4 * free * NEGLIGIBLE)) / (2 * free)
+    return math.sqrt(NEGLIGIBLE / n), above
 
 
 class _Spectrum(NamedTuple):
@@ -166,12 +193,12 @@ class _Spectrum(NamedTuple):
         return _Spectrum(*(x[state] for x in self))
 
     def _gains(self, log_ratio: Tensor) -> Tensor:
-        """r / (1 + r lambda), shape ``(s, k, R)``, for log ratios of shape ``(s or 1, R)``."""
+        """r / (1 + r lambda), shape ``(s, k, R)``, for log ratios of shape ``(s, R)``."""
         return 1 / ((-2 * log_ratio)[:, None, :].exp() + self.values[:, :, None])
 
-    def moments(self, probs: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def moments(self, grid: Grid) -> tuple[Tensor, Tensor]:
         """Means of the open coefficients and of their squares, each of shape ``(s, k)``."""
-        gains = self._gains(grid.log_ratio[None])
+        probs, gains = grid.probs(), self._gains(grid.log_ratio)
         means = self.vectors @ (gains * self.projected[:, :, None])
         by_ratio = probs.sum(2)[:, None, :]
         noise = (probs * (2 * grid.log_noise).exp()).sum(2)[:, None, :]
@@ -187,9 +214,9 @@ class _Spectrum(NamedTuple):
 
 
 def _sums(values: Tensor, squares: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """a(r) and d(r), each of shape ``(m, R)``."""
+    """a(r) and d(r) at log ratios of shape ``(s, R)``."""
     ratio = (2 * log_ratio).exp()
-    explained, log_det = torch.zeros(2, len(values), len(ratio), dtype=torch.float64)
+    explained, log_det = torch.zeros(2, *ratio.shape, dtype=torch.float64)
     for some_values, some_squares in zip(values.split(_FACTORS, 1), squares.split(_FACTORS, 1), strict=True):
         product = torch.ones_like(log_det)
         for value, square in zip(some_values.T, some_squares.T, strict=True):

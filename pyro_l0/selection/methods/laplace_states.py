@@ -8,23 +8,22 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from scipy.interpolate import CubicSpline
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Point, Step, find_maximum
-from pyro_l0.maths.tempered_gibbs import distinct_rows
 from pyro_l0.selection.methods.grid import (
     Grid,
-    GridAxes,
     Group,
-    Laid,
+    Part,
     distinct_states,
     draw_rate,
     draws_of,
     gate_prior,
     groups_of,
-    heaviest,
-    lay,
+    log_half_normal,
+    log_marginals,
+    nodes_around_mode,
+    slab_range,
     sparse_rows,
 )
 from pyro_l0.selection.problem import Draws, Problem
@@ -206,9 +205,6 @@ class _Objective(NamedTuple):
 
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
 _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at once take less time than more steps
-_FINER = 3  # the grid of draws, compared with the grid of integrals
-# Nats below the heaviest state, a weight of 1e-6, within which a state shapes the grid.
-_MATTERS = 14.0
 
 
 class LaplaceFit(NamedTuple):
@@ -269,83 +265,70 @@ def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: to
 class LaplaceStates:
     """As ``GaussianStates``, for other families, with Laplace's approximation of the integrals over the coefficients.
 
-    A grid that was laid for log marginals also serves the moments and draws of the states that it was laid by.
+    A grid has log slab scales instead of log ratios.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._p = problem.x.shape[1]
         self._modes = _Modes(problem)
-        # The states that mattered when log marginals were last asked for, and where their grid lies.
-        self._last: tuple[Tensor, GridAxes] | None = None
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See ``GaussianStates``."""
         z = self.problem.checked(z)
-        laid = self._laid(z)
-        found = laid.integrated()
-        self._last = z[found > found.max() - _MATTERS], laid.axes
-        return found
+        return log_marginals(gate_prior(self.problem.prior).log_prob(z), map(self._rough, self._parts(z)))
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See ``GaussianStates``."""
-        z = self.problem.checked(z)
-        matter = weights > weights.max() * math.exp(-_MATTERS)
-        grid = self._axes(heaviest(z[matter], weights[matter])).fine()
         first, second = torch.zeros(2, self._p, self.problem.outputs, dtype=torch.float64)
-        for group in groups_of(self.problem.switched(z)):
-            k = group.open.shape[1]
-            for part in self._modes.parts(group):
-                modes = self._modes.along(part, grid.log_ratio[:, None])
-                found = [(mode.log_evidence, mode.means()[:, :k], mode.variances()[:, :k]) for mode in modes]
-                log_evidence, mean, variance = (
-                    torch.cat(x).unflatten(0, (-1, len(part.rows))) for x in zip(*found, strict=True)
-                )
-                probs = (log_evidence + grid.log_prior).softmax(0) * weights[part.rows]
-                weight, at = probs[:, :, None, None], part.open.flatten()
-                first.index_add_(0, at, (weight * mean).sum(0).flatten(0, 1))
-                second.index_add_(0, at, (weight * (mean.square() + variance)).sum(0).flatten(0, 1))
+        for part in self._parts(self.problem.checked(z)):
+            k = part.open.shape[1]
+            log_slab = self._nodes(part)[0][:, ::2]  # means to a few parts in a thousand
+            modes = self._modes.along(part, log_slab.T)
+            found = [(mode.log_evidence, mode.means()[:, :k], mode.variances()[:, :k]) for mode in modes]
+            log_evidence, mean, variance = (
+                torch.cat(x).unflatten(0, (-1, len(part.rows))) for x in zip(*found, strict=True)
+            )
+            probs = (log_evidence + self._log_prior(log_slab).T).softmax(0) * weights[part.rows]
+            weight, at = probs[:, :, None, None], part.open.flatten()
+            first.index_add_(0, at, (weight * mean).sum(0).flatten(0, 1))
+            second.index_add_(0, at, (weight * (mean.square() + variance)).sum(0).flatten(0, 1))
         return first, second
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """See ``GaussianStates``."""
         z = self.problem.checked(z)
-        return laplace_draws(self.problem, z, self._draw_slab_scales(z, generator).exp(), generator)
-
-    def _draw_slab_scales(self, z: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws of the log slab scale given the states, shape ``(N,)``."""
-        distinct, state, count = distinct_states(z)
-        axes = self._axes(heaviest(distinct, count))
-        grid, finer = axes.fine(), axes.fine(_FINER)
+        distinct, state = distinct_states(z)
         log_slab = torch.empty(len(z), dtype=torch.float64)
-        for group in groups_of(self.problem.switched(distinct)):
-            for rows, log_joint in self._log_joint(group, grid):
-                drawn, place = draws_of(rows, state)
-                likelihood = _interpolated(log_joint - grid.log_prior, grid.log_ratio, finer.log_ratio)
-                log_slab[drawn], _ = finer.draw((finer.log_prior + likelihood).softmax(1), place, generator)
-        return log_slab
+        for part in self._parts(distinct):
+            rows, place = draws_of(part.rows, state)
+            log_slab[rows], _ = self._grid_at(part, self._nodes(part)[0]).draw(place, generator)
+        return laplace_draws(self.problem, z, log_slab.exp(), generator)
 
-    def _axes(self, z: Tensor) -> GridAxes:
-        """Where these states have their posterior: the last axes, if all of them mattered there."""
-        if self._last is not None:
-            kept, axes = self._last
-            first, _ = distinct_rows(torch.cat([kept, z]))
-            if bool((first < len(kept)).all()):
-                return axes
-        return self._laid(z).axes
+    def _parts(self, z: Tensor) -> Iterator[Group]:
+        return (part for group in groups_of(self.problem.switched(z)) for part in self._modes.parts(group))
 
-    def _laid(self, z: Tensor) -> Laid:
-        """Lay a grid where these states have their posterior."""
-        on = self.problem.switched(z)
-        axes = GridAxes.without_noise(self.problem.prior, int(on.sum(1).max()) * self.problem.outputs)
-        return lay(axes, groups_of(on), gate_prior(self.problem.prior).log_prob(z), self._log_joint)
+    def _rough(self, part: Group) -> Part:
+        nodes, rough = self._nodes(part)
+        return part.rows, rough, lambda some: self._grid_at(part.at(some), nodes[some])
 
-    def _log_joint(self, group: Group, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of some of a group's states and their log p(y, node | z), shape ``(s, R, 1)``."""
-        for part in self._modes.parts(group):
-            modes = self._modes.along(part, grid.log_ratio[:, None])
-            each = torch.cat([mode.log_evidence for mode in modes]).view(-1, len(part.rows))
-            yield part.rows, each.T[:, :, None] + grid.log_prior
+    def _nodes(self, part: Group) -> tuple[Tensor, Tensor]:
+        """Log slab scales for each state, shape ``(s, R)``, and its rough log p(y | z)."""
+        ends = torch.tensor(slab_range(self.problem.prior), dtype=torch.float64).expand(len(part.rows), 2)
+        return nodes_around_mode(lambda log_slab: self._log_joint(part, log_slab), ends)
+
+    def _grid_at(self, part: Group, log_slab: Tensor) -> Grid:
+        log_joint = self._log_joint(part, log_slab)[:, :, None]
+        return Grid(log_slab, torch.zeros_like(log_joint), log_joint)
+
+    def _log_joint(self, part: Group, log_slab: Tensor) -> Tensor:
+        """log p(y, log slab scale | z), shape ``(s, R)`` as that of the log slab scales."""
+        evidence = torch.cat([mode.log_evidence for mode in self._modes.along(part, log_slab.T)])
+        return evidence.view(-1, len(part.rows)).T + self._log_prior(log_slab)
+
+    def _log_prior(self, log_slab: Tensor) -> Tensor:
+        prior = self.problem.prior
+        return log_half_normal(log_slab, prior.slab_unit) if prior.slab_scale is None else torch.zeros_like(log_slab)
 
 
 class _Modes:
@@ -383,10 +366,3 @@ class _Modes:
     def _entries(self, k: int) -> int:
         """Numbers in the largest array of a state with k open gates."""
         return self._problem.outputs**2 * (len(self._problem.x) + k + 1) * (k + 1)
-
-
-def _interpolated(values: Tensor, nodes: Tensor, finer: Tensor) -> Tensor:
-    """Values of a smooth function, shape ``(s, R, 1)``, at the nodes of a finer grid; one node is a known value."""
-    if len(nodes) == 1:
-        return values
-    return torch.from_numpy(CubicSpline(nodes, values, axis=1)(finer))

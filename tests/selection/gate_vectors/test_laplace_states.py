@@ -159,27 +159,6 @@ def test_unknown_slab_scales_are_integrated(rate):
     torch.testing.assert_close(found, expected + torch.from_numpy(log_gates), rtol=0, atol=5e-4)
 
 
-def test_a_kept_grid_serves_the_states_that_it_was_laid_by():
-    """Moments and draws are those of a grid laid anew, up to the error of integrals; other states get their own."""
-    problem = problem_of("bernoulli", p=3)
-    asked, fresh, z = LaplaceStates(problem), LaplaceStates(problem), all_gates(3).bool()
-    weights = asked.log_marginal(z).softmax(0)
-    for kept, laid in zip(asked.moments(z, weights), fresh.moments(z, weights), strict=True):
-        torch.testing.assert_close(kept, laid, rtol=1e-3, atol=1e-4)
-    drawn = z[torch.multinomial(weights, 2000, replacement=True, generator=torch.Generator().manual_seed(0))]
-    first, second = (
-        np.log(states.draws(drawn, torch.Generator().manual_seed(1)).slab_scale) for states in (asked, fresh)
-    )
-    np.testing.assert_allclose(first, second, atol=0.1)  # the same random numbers, to within a cell
-
-    strong = Problem("bernoulli", 6 * problem.x[:, :1], (problem.x[:, 0] > 0).double(), problem.prior, True)
-    asked, fresh, closed = LaplaceStates(strong), LaplaceStates(strong), torch.zeros(500, 1, dtype=torch.bool)
-    asked.log_marginal(torch.tensor([[True], [False]]))  # the closed state hardly matters
-    assert asked.log_marginal(torch.tensor([[True], [False]])).softmax(0)[1] < 1e-6
-    first, second = (states.draws(closed, torch.Generator().manual_seed(1)).slab_scale for states in (asked, fresh))
-    np.testing.assert_array_equal(first, second)
-
-
 def test_draws_have_the_moments():
     for family in FAMILIES:
         problem = problem_of(family, p=3, n=60, rate=(1.0, 1.0))
