@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 
 from pyro_l0.diagnostics.sites import (
     AnyOptimiser,
+    Contributions,
     GateSite,
     Loss,
-    Pulls,
-    Training,
     arguments_of,
     first_batches,
     gate_sites,
-    measure_pulls,
+    measure_contributions,
     objective_of,
     untouched,
 )
@@ -97,468 +96,412 @@ class Diagnosis:
         return "\n".join(lines)
 
 
+Error = Callable[..., float | Tensor]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training at one step; what is None is not known."""
+
+    guide: GateGuide
+    sites: Sequence[GateSite]
+    optimisers: int  # how many were given
+    elbo: L0_ELBO | None
+    target: SparsityTarget | None
+    steps_left: int | None  # of the optimiser until the end
+    contributions: Contributions | None
+    network: nn.Module | None
+    error: Error | None
+    batches: Sequence[object]
+
+    @property
+    def steps(self) -> int | None:
+        """Steps taken, by what the gates' optimiser or the objective counts."""
+        counted = [site.group.steps for site in self.sites if site.group is not None]
+        known = [steps for steps in counted if steps is not None]
+        return max(known) if known else None if self.elbo is None else self.elbo.step
+
+    @property
+    def total(self) -> int:
+        """Steps taken and to come; 0 if that is not known."""
+        return 0 if self.steps_left is None else self.steps_left + (self.steps or 0)
+
+    @property
+    def has_gate_kl(self) -> bool:
+        """Whether the objective compares the gates with a prior."""
+        return self.elbo is not None and any(term.name == "kl_gate" for term in self.elbo.objective_terms)
+
+    @property
+    def is_falling(self) -> bool:
+        """Whether a budget falls, so that the deterministic network changes faster than running statistics follow."""
+        return self.target is not None and self.target.start < self.target.step < self.target.settled
+
+    def gradient(self, site: GateSite) -> Tensor | None:
+        """The gradient of a site's locations: the optimiser's, or the mean that was measured."""
+        found = self.contributions
+        if site.parameter.grad is not None:
+            return site.parameter.grad.detach().flatten().float()
+        if found is None or site.name not in found.data:
+            return None
+        return found.data[site.name].mean(0) + (0.0 if found.price is None else found.price[site.name])
+
+
+Seen = Iterable[tuple[str, str]]  # sites, or "" for none, and what was seen there
+CHECKS: dict[str, tuple[Callable[[Training], Seen], str]] = {}
+
+
+def finds(code: str, remedy: str) -> Callable[[Callable[[Training], Seen]], Callable[[Training], Seen]]:
+    """Add a check for one code, with what to do."""
+
+    def add(check: Callable[[Training], Seen]) -> Callable[[Training], Seen]:
+        CHECKS[code] = check, remedy
+        return check
+
+    return add
+
+
+def findings_on(training: Training) -> Iterator[Finding]:
+    """A finding for each code whose check sees something, in the words for the first site."""
+    for code, (check, remedy) in CHECKS.items():
+        seen = dict(check(training))
+        if seen:
+            yield Finding(code, tuple(filter(None, seen)), next(iter(seen.values())), remedy)
+
+
+@finds(
+    "gates-not-trained",
+    "Call the guide once with the model's arguments, which makes its parameters, then give guide.parameters() to a new "
+    "optimiser. Do so again for another guide, a copy, or another device. guide.requires_grad_(True) unfreezes gates.",
+)
+def gates_not_trained(training: Training) -> Seen:
+    """Gates that no optimiser steps."""
+    for site in training.sites:
+        if not site.parameter.requires_grad:
+            yield site.name, "requires_grad of their parameters is False, so that they stay where they are."
+        elif training.optimisers and site.group is None:
+            yield site.name, f"no parameter group of the {training.optimisers} optimiser(s) holds their parameters."
+
+
 _PULL = 0.1  # of a step, or of the gradient; AdamW's default decay of 0.01 stays below
 _DECIDED = 2.0  # from 0, on the scale of log alpha, where gates are open or closed
+
+
+@finds("weight-decay-on-gates", "Put guide.parameters() in a parameter group with weight_decay=0.")
+def weight_decay_on_gates(training: Training) -> Seen:
+    """A weight decay that pulls the gates' locations towards 0 as hard as the loss does."""
+    for site in training.sites:
+        decay = 0.0 if site.group is None else site.group.number("weight_decay")
+        pull, whole, gradient = decay * max(_DECIDED, float(site.location.abs().median())), 1.0, training.gradient(site)
+        if site.group is not None and not site.group.is_decoupled:
+            whole = 0.0 if gradient is None else float(gradient.square().mean().sqrt())
+        if pull > _PULL * whole:
+            words = f"a weight decay of {decay:g} pulls their locations towards 0, where a gate is half open, by "
+            yield site.name, f"{words}{pull:.2g} where the loss pulls by {whole:.2g}."
+
+
+@finds(
+    "step-below-rounding",
+    "Keep the guide in float32 (guide.float() before making the optimiser), and use autocast for the network.",
+)
+def step_below_rounding(training: Training) -> Seen:
+    """Locations in half precision whose neighbouring numbers are further apart than a step."""
+    for site in training.sites:
+        dtype, step = site.parameter.dtype, site.group and site.group.longest_step(training.gradient(site))
+        if dtype in (torch.bfloat16, torch.float16) and step is not None:
+            spacing = torch.finfo(dtype).eps * torch.exp2(torch.floor(torch.log2(site.location.abs().clamp(min=1e-30))))
+            if bool((spacing > step).float().mean() > 0.5):
+                words = f"{dtype} numbers are {float(spacing.median()):.2g} apart there"
+                yield site.name, f"{words}, and a step is at most {step:.2g}, so that rounding takes it back."
+
+
 _SGD_MARGIN = 3.0  # gradients may grow
-_UNDECIDED = 0.05  # share of the gates
+
+
+@finds(
+    "rate-too-small",
+    "Give the gates their own parameter group with a larger learning rate: in Adam about 4 times the distance over the "
+    "steps, in SGD one that suits their gradients.",
+)
+def rate_too_small(training: Training) -> Seen:
+    """A rate at which no gate gets to where it closes, in the whole of the training.
+
+    Where a site's start is not known, only the first half of a training is checked: later, a gate that is far from
+    closing may have moved there.
+    """
+    for site in training.sites:
+        step = site.group and site.group.longest_step(training.gradient(site))
+        can_close, is_late = site.closing.isfinite(), site.start is None and 2 * (training.steps or 0) > training.total
+        is_closing = is_late or not bool(site.is_open.all()) or not bool(can_close.any())
+        if site.group is None or step is None or is_closing or not training.total or not site.parameter.requires_grad:
+            continue
+        start = site.location if site.start is None else torch.full_like(site.closing, site.start)
+        distance, moved = float((start - site.closing)[can_close].min()), float((site.location - start).abs().max())
+        reach = step * training.total * (1.0 if site.group.is_normalised else _SGD_MARGIN)
+        if reach < distance and moved <= distance / 2:  # gradients may have become smaller since
+            words = f"{training.total} steps of at most {step:.2g} for a distance of {distance:.2g}."
+            yield site.name, f"no gate can close in this training: {words}"
+
+
+_CALLS = 5  # steps after which a target has a price
+
+
+@finds(
+    "no-price",
+    "Give L0_ELBO a lam and a group_size above 0, use objective='free_energy', or use a SparsityTarget: in every step, "
+    "call target.add_gradient() after loss.backward(), and target.ascend() after optimiser.step().",
+)
+def no_price(training: Training) -> Seen:
+    """Open gates that cost nothing, or a target that is not called."""
+    target, elbo, steps = training.target, training.elbo, training.steps
+    if target is not None:
+        if not bool(target.multiplier.any()) and (
+            target.step > target.start + _CALLS or (target.step == 0 and (steps or 0) > _CALLS)
+        ):
+            yield "", f"the target has counted {target.step} steps, the training {steps}, and the multiplier is 0."
+        return
+    if elbo is None or any(term.kind == "gates" and term not in TERMS for term in elbo.objective_terms):
+        return  # the price is not known, or the user's own
+    if training.has_gate_kl and (callable(elbo.kl_scale) or float(elbo.kl_scale) != 0):
+        return
+    for site in training.sites:
+        lam, size = by_site(elbo.lam, site.name), by_site(elbo.group_size, site.name, 1.0)
+        decay = by_site(elbo.weight_decay, site.name) if site.name in elbo.square_norm else 0.0
+        if not any(bool(torch.as_tensor(x).any()) for x in (lam * torch.as_tensor(size), decay)):
+            zero = "group_size" if bool(torch.as_tensor(lam).any()) else "lam"
+            yield site.name, f"open gates cost nothing: {zero} is 0, there is no KL of gates and no target was given."
+
+
+@finds(
+    "multiplier-at-limit",
+    "Give the target more steps or a larger budget, and the gates the learning rate of target.optimiser_options.",
+)
+def multiplier_at_limit(training: Training) -> Seen:
+    """Multipliers of a target at their limit."""
+    target = training.target
+    saturated = torch.as_tensor(False if target is None else target.saturated)
+    if target is not None and bool(saturated.any()):
+        words = f"the multiplier of {int(saturated.sum())} of {saturated.numel()} budgets is at its limit at step "
+        yield "", f"{words}{target.step} of {target.steps}: the price cannot bring the network to the budget."
+
+
+_ENOUGH = 20.0  # draws between 0 and 1, of which at least one has a gradient if the gates are used
+_DROWNS = 10.0  # root mean square of the price's gradient over that of the data's
+_LEAST = 0.01  # of a site's data gradient; a gate with less probably was not drawn
+_TOO_WEAK = 1e-3  # price over noise, so small that no training is long enough
+_MOST = 0.9  # of a site's gates; noise closes some without any price
+_FIRST = 0.2  # of the training, in which the data's gradients are those of a bad fit and fall by orders
+_MARGIN = 3.0  # noise helps a little
+
+
+def _balances(training: Training) -> Iterator[tuple[GateSite, float, float]]:
+    """The price over the data by root mean squares of a site's open gates, and the largest of a gate, if known."""
+    found = training.contributions
+    if found is None or found.price is None or training.target is not None:
+        return
+    for site in training.sites:
+        here, data = site.is_open.cpu(), found.data.get(site.name, torch.zeros(1, len(site.test_gate)))
+        open_data = data[:, here]
+        typical = float(open_data.square().mean().sqrt())
+        if not typical > 0 or site.interior_draws(len(data)) < _ENOUGH:  # NaN where no gate is open
+            continue
+        price = found.price[site.name][here].abs()
+        by_gate = price / open_data.square().mean(0).sqrt().clamp(min=_LEAST * typical)
+        yield site, float(price.square().mean().sqrt()) / typical, float(by_gate.max())
+
+
+@finds(
+    "price-too-large",
+    "Lower lam, which is in nats per weight on the loss summed over the data set (the paper's lam / N is lam here), or "
+    "scale the model's likelihood to the whole data set.",
+)
+def price_too_large(training: Training) -> Seen:
+    """A price that drowns the data."""
+    for site, ratio, _ in _balances(training):
+        if ratio > _DROWNS:
+            yield site.name, f"the price's gradient is {ratio:.3g} times the data's, which hardly count."
+
+
+@finds(
+    "price-too-small",
+    "Raise lam (in nats per weight on the loss summed over the data set), or use a SparsityTarget, which finds it.",
+)
+def price_too_small(training: Training) -> Seen:
+    """A price that closes nothing at any site; a prior's KL is not a price."""
+    weak = {site.name: most for site, _, most in _balances(training) if _closes_nothing(training, site, most)}
+    if len(weak) == len(training.sites) and not training.has_gate_kl:
+        for name, most in weak.items():
+            yield name, f"the price's gradient is at most {most:.2g} of the data's noise: it will close nothing."
+
+
+def _closes_nothing(training: Training, site: GateSite, ratio: float) -> bool:
+    """Whether a price, at most so large beside the data's noise, brings no gate of a site to where it closes."""
+    if site.group is not None and (training.steps or 0) < _FIRST * training.total:
+        return False
+    if 0 < ratio < _TOO_WEAK:
+        return True
+    distance = (site.location - site.closing)[site.is_open & site.closing.isfinite()]
+    has_closed = float(site.is_open.float().mean()) < _MOST  # what was worth its price
+    if has_closed or site.group is None or not site.group.is_normalised or not ratio or not len(distance):
+        return False
+    return bool(training.total) and _MARGIN * site.group.rate * training.total * ratio < float(distance.min())
+
+
+@finds(
+    "site-collapsed",
+    "Unless the whole site is meant to go, return to a checkpoint before it closed, and lower its price (lam, "
+    "group_size) or the gates' learning rate, or train the network first.",
+)
+def site_collapsed(training: Training) -> Seen:
+    """Sites of several gates of which none is open.
+
+    A closed gate that is alone at its site takes a whole branch, whose other gates may then close as well.
+    """
+    shut = [site for site in training.sites if not bool(site.is_open.any())]
+    for site in shut if all(len(site.test_gate) > 1 for site in shut) else ():
+        most = float(site.gate.active_prob.detach().max())
+        words = f"all {len(site.test_gate)} gates are closed in the deterministic network"
+        yield site.name, f"{words}; P(z != 0) is at most {most:.2g}."
+
+
+_FIRST_STEPS = 20  # in which weights may be 0
 _MOVED = 1.0  # on the scale of log alpha
 _TOGETHER = 0.05  # spread of a site's gates over how far they have moved
 _FEWEST = 4  # gates that can be said to move together
 
 
-def check_movement(training: Training) -> Iterator[Finding | Unchecked]:
-    """Whether gates can move: what holds them, at what rate, with what decay, in what precision."""
-    yield from _check_trained(training)
-    yield from _check_decay(training)
-    yield from _check_rounding(training)
-    yield from _check_rate(training)
-    if not training.optimisers:
-        yield Unchecked("whether the gates are trained, at what rate and with what decay", "the optimiser")
-    elif training.steps_left is None:
-        yield Unchecked("whether the rate is enough for the steps that are left", "steps_left or the target")
-
-
-def check_gates(training: Training) -> Iterator[Finding | Unchecked]:
-    """What the gates themselves show: sites that have closed or drift, and undecided gates at the end."""
-    yield from _check_closed(training)
-    yield from _check_drift(training)
-    if training.steps_left is None:
-        yield Unchecked("whether gates are undecided at the end", "steps_left=0 at the end, or the target")
-    elif not training.steps_left and not training.has_gate_kl:  # a posterior may be undecided
-        yield from _check_undecided(training)
-
-
-def _check_trained(training: Training) -> Iterator[Finding]:
-    """Find gates that no optimiser steps."""
-    frozen = [site.name for site in training.sites if not site.parameter.requires_grad]
-    if frozen:
-        yield Finding(
-            "gates-not-trained",
-            tuple(frozen),
-            "requires_grad of their parameters is False, so that they stay where they are.",
-            "Call guide.requires_grad_(True), unless these gates are meant to stay.",
-        )
-    left_out = [site.name for site in training.sites if site.holding is None and site.name not in frozen]
-    if left_out and training.optimisers:
-        yield Finding(
-            "gates-not-trained",
-            tuple(left_out),
-            f"no parameter group of the {training.optimisers} optimiser(s) given holds their parameters.",
-            "Call the guide once with the model's arguments, which makes its parameters, then give guide.parameters() "
-            "to a new optimiser. Do so again for another guide, a copy, or another device.",
-        )
-
-
-def _check_decay(training: Training) -> Iterator[Finding]:
-    """Find a weight decay that pulls the gates' locations towards 0 as hard as the loss does."""
-    found: dict[str, str] = {}
-    decay = 0.0
+@finds(
+    "gates-drift-together",
+    "Let the likelihood, summed over the data, depend on the gates: call the network inside the model, without no_grad "
+    "or detach, and do not fix its gates. If it does, lower the price or the gates' learning rate.",
+)
+def gates_drift_together(training: Training) -> Seen:
+    """Sites for whose gates the data have no gradient, or whose gates have all moved down by the same distance."""
+    is_priced = training.elbo is not None or training.target is not None
+    is_young = training.steps is not None and training.steps < _FIRST_STEPS
+    # A closed site may cut others off.
+    is_known = is_priced and not is_young and all(bool(site.is_open.any()) for site in training.sites)
+    data = training.contributions.data if training.contributions is not None and is_known else {}
     for site in training.sites:
-        holding = site.holding
-        if holding is None or not holding.decay:
-            continue
-        pull = holding.decay * max(_DECIDED, float(site.location.abs().median()))
-        gradient = holding.gradient_size()
-        gradient = training.gradient(site) if gradient is None else gradient
-        size = None if gradient is None else float(gradient.square().mean().sqrt())
-        if holding.is_decoupled:
-            words, is_strong = f"it takes {pull:.2g} of a full step", pull > _PULL
-        else:
-            beside = "" if size is None else f" beside gradients of {size:.2g}"
-            words, is_strong = f"its gradient is {pull:.2g}{beside}", size is None or pull > _PULL * size
-        if is_strong:
-            found[site.name] = words
-            decay = decay or holding.decay
-    if found:
-        yield Finding(
-            "weight-decay-on-gates",
-            tuple(found),
-            f"a weight decay of {decay:g} pulls their locations towards 0, where a gate is half open; "
-            f"{next(iter(found.values()))}.",
-            "Put guide.parameters() in a parameter group with weight_decay=0.",
-        )
+        here = data.get(site.name)
+        moved = site.location - (site.location if site.start is None else site.start)
+        mean, spread = float(moved.mean()), float(moved.std(correction=0))
+        if here is not None and not bool(here.any()) and site.interior_draws(len(here)) > _ENOUGH:
+            words = f"the data's gradient for these gates was 0 in each of {len(here)} draws"
+            yield site.name, f"{words}: the price alone moves them, all together."
+        elif len(moved) >= _FEWEST and bool(site.is_open.any()) and mean < -_MOVED and spread < -_TOGETHER * mean:
+            words = f"all {len(moved)} gates have moved by {mean:.2g} (spread {spread:.2g})"
+            yield site.name, f"{words}: the data tell none apart."
 
 
-def _check_rounding(training: Training) -> Iterator[Finding]:
-    """Find locations in half precision whose neighbouring numbers are further apart than a step."""
-    found: dict[str, str] = {}
-    for site in training.sites:
-        dtype, holding = site.parameter.dtype, site.holding
-        if dtype not in (torch.bfloat16, torch.float16) or holding is None:
-            continue
-        step = holding.longest_step(training.gradient(site))
-        spacing = torch.finfo(dtype).eps * torch.exp2(torch.floor(torch.log2(site.location.abs().clamp(min=1e-30))))
-        if step is not None and bool((spacing > step).float().mean() > 0.5):
-            found[site.name] = (
-                f"{dtype} numbers are {float(spacing.median()):.2g} apart there, and a step is at most {step:.2g}"
-            )
-    if found:
-        yield Finding(
-            "step-below-rounding",
-            tuple(found),
-            f"{next(iter(found.values()))}, so that rounding takes it back.",
-            "Keep the guide in float32 (guide.float() before making the optimiser), and use autocast for the network.",
-        )
+_UNDECIDED = 0.05  # share of the gates
 
 
-def _check_rate(training: Training) -> Iterator[Finding]:
-    """Find a rate at which no gate gets to where it closes, in the whole of the training."""
-    slow = {site.name: words for site in training.sites if (words := _too_slow(training, site))}
-    if slow:
-        yield Finding(
-            "rate-too-small",
-            tuple(slow),
-            f"no gate can close in this training: {next(iter(slow.values()))}.",
-            "Give the gates their own parameter group with a larger learning rate: in Adam about 4 times the distance "
-            "over the steps, in SGD one that suits their gradients.",
-        )
-
-
-def _too_slow(training: Training, site: GateSite) -> str:
-    """In words, how far a site's gates can go and have to, if that is not enough; or nothing.
-
-    Where a site's start is known, the whole training counts. Otherwise only its first half is checked: later, a gate
-    that is far from closing may have moved there.
-    """
-    holding, total, can_close = site.holding, training.total_steps(site), site.closing.isfinite()
-    if holding is None or training.steps_left is None or not site.parameter.requires_grad:
-        return ""
-    step, done = holding.longest_step(training.gradient(site)), holding.steps or 0
-    if step is None or not total or not bool(site.is_open.all()) or not bool(can_close.any()):
-        return ""
-    if site.start is None and done > training.steps_left:
-        return ""
-    start = site.location if site.start is None else torch.full_like(site.closing, site.start)
-    distance = float((start - site.closing)[can_close].min())
-    if float((site.location - start).abs().max()) > distance / 2:  # with gradients that have become smaller since
-        return ""
-    if step * total * (1.0 if holding.is_normalised else _SGD_MARGIN) >= distance:
-        return ""
-    return f"{total} steps of at most {step:.2g} for a distance of {distance:.2g}"
-
-
-def _check_closed(training: Training) -> Iterator[Finding]:
-    """Find sites of several gates of which none is open.
-
-    A closed gate that is alone at its site takes a whole branch, whose other gates may then close as well.
-    """
-    shut = [site for site in training.sites if not bool(site.is_open.any())]
-    if shut and all(len(site.test_gate) > 1 for site in shut):
-        most = max(float(site.gate.active_prob.detach().max()) for site in shut)
-        yield Finding(
-            "site-collapsed",
-            tuple(site.name for site in shut),
-            f"all {' and '.join(str(len(site.test_gate)) for site in shut)} gates are closed in the deterministic "
-            f"network; P(z != 0) is at most {most:.2g}.",
-            "Unless the whole site is meant to go, return to a checkpoint before it closed, and lower its price (lam, "
-            "group_size) or the gates' learning rate, or train the network first.",
-        )
-
-
-def _check_drift(training: Training) -> Iterator[Finding]:
-    """Find sites whose gates have all moved towards closing by the same distance."""
-    for site in training.sites:
-        if site.start is None or len(site.location) < _FEWEST or not bool(site.is_open.any()):
-            continue
-        moved = site.location - site.start
-        mean, spread = float(moved.mean()), float(moved.std())
-        if mean < -_MOVED and spread < -_TOGETHER * mean:
-            yield Finding(
-                "gates-drift-together",
-                (site.name,),
-                f"all {len(moved)} gates have moved by {mean:.2g} (spread {spread:.2g}): the data tell none apart.",
-                "Check that the network's output depends on these gates, and that the likelihood is the sum over the "
-                "data. If so, lower the price or the gates' learning rate.",
-            )
-
-
-def _check_undecided(training: Training) -> Iterator[Finding]:
-    """Find many gates between 0 and 1."""
+@finds(
+    "undecided-gates",
+    "Train the gates longer or at a larger learning rate; a target decides them. A gate in between costs as much as an "
+    "open one.",
+)
+def undecided_gates(training: Training) -> Seen:
+    """Many gates between 0 and 1 at the end; a posterior may have them."""
     between = {site.name: int(((site.test_gate > 0) & (site.test_gate < 1)).sum()) for site in training.sites}
     number, total = sum(between.values()), sum(len(site.test_gate) for site in training.sites)
-    if number > _UNDECIDED * total:
-        yield Finding(
-            "undecided-gates",
-            tuple(name for name, count in between.items() if count),
-            f"{number} of {total} test gates ({100 * number / total:.0f} %) are between 0 and 1 at the end.",
-            "Train the gates longer or at a larger learning rate, or use a target, which decides them. A gate in "
-            "between costs as much as an open one.",
-        )
+    if training.steps_left == 0 and not training.has_gate_kl and number > _UNDECIDED * total:
+        words = f"{number} of {total} test gates ({number / total:.0%}) are between 0 and 1 at the end."
+        yield from ((name, words) for name, count in between.items() if count)
 
 
-_DROWNS = 10.0  # root mean square of the price's gradient over that of the data's
-_NEVER = 1e-3  # the same for each gate, so small that no training is long enough
-_MOST = 0.9  # of a site's gates; noise closes some without any price
-_ENOUGH = 20.0  # draws between 0 and 1, of which at least one has a gradient if the gates are used
-_FIRST = 0.2  # of the training, in which the data's gradients are those of a bad fit and fall by orders
-_CALLS = 5  # steps after which a target has a price
-_FIRST_STEPS = 20
-_MARGIN = 3.0  # noise helps a little
-_LEAST = 0.01  # of a site's data gradient; a gate with less probably was not drawn
-
-
-def check_prices(training: Training) -> Iterator[Finding | Unchecked]:
-    """Whether the price of open gates is in proportion to the data."""
-    elbo, target, pulls = training.elbo, training.target, training.pulls
-    if target is not None:
-        yield from _check_multiplier(target, training.counted)
-    elif elbo is not None:
-        yield from _check_price(training, elbo)
-    else:
-        yield Unchecked("the price of open gates", "loss=L0_ELBO(...)(model, guide), or the target")
-    if pulls is None:
-        yield Unchecked("what pulls at the gates, data or price", "loss and batches")
-        return
-    if elbo is not None or target is not None:
-        yield from _check_unused(training, pulls)
-    if elbo is not None and target is None:
-        yield from _check_balance(training, pulls)
-
-
-def _check_price(training: Training, elbo: L0_ELBO) -> Iterator[Finding]:
-    """Find sites whose open gates cost nothing."""
-    if training.has_gate_kl and (callable(elbo.kl_scale) or float(elbo.kl_scale) != 0):
-        return
-    if any(term.kind == "gates" and term not in TERMS for term in elbo.objective_terms):  # the user's own
-        return
-
-    def is_free(name: str) -> bool:
-        price = torch.as_tensor(by_site(elbo.lam, name)) * torch.as_tensor(by_site(elbo.group_size, name, 1.0))
-        decay = torch.as_tensor(by_site(elbo.weight_decay, name)) if name in elbo.square_norm else torch.zeros(())
-        return not bool((price != 0).any()) and not bool((decay != 0).any())
-
-    free = tuple(site.name for site in training.sites if is_free(site.name))
-    if free:
-        is_lam = not any(bool(torch.as_tensor(by_site(elbo.lam, name)).any()) for name in free)
-        yield Finding(
-            "no-price",
-            free,
-            f"open gates cost nothing: {'lam' if is_lam else 'group_size'} is 0, there is no KL of gates and no target "
-            "was given.",
-            "Give L0_ELBO a lam and a group_size above 0, use objective='free_energy', or use a SparsityTarget.",
-        )
-
-
-def _check_multiplier(target: SparsityTarget, steps: int | None) -> Iterator[Finding]:
-    """Find multipliers of a target at their limit, and a target that is not called."""
-    is_silent = target.step > target.start + _CALLS and not bool(target.multiplier.any())
-    is_still = target.step == 0 and steps is not None and steps > _CALLS
-    if is_silent or is_still:
-        yield Finding(
-            "no-price",
-            (),
-            f"the target has counted {target.step} steps, the optimiser {steps}, and the multiplier is 0.",
-            "In every step, call target.add_gradient() after loss.backward(), and target.ascend() after "
-            "optimiser.step().",
-        )
-    saturated = torch.as_tensor(target.saturated)
-    if bool(saturated.any()):
-        yield Finding(
-            "multiplier-at-limit",
-            (),
-            f"the multiplier of {int(saturated.sum())} of {saturated.numel()} budgets is at its limit at step "
-            f"{target.step} of {target.steps}: the price cannot bring the network to the budget.",
-            "Give the target more steps or a larger budget, and the gates the learning rate of "
-            "target.optimiser_options.",
-        )
-
-
-def _check_unused(training: Training, pulls: Pulls) -> Iterator[Finding]:
-    """Find sites for whose gates the data have no gradient at all.
-
-    Not while another site is closed, which may cut them off, and not in the first steps, where weights may be 0.
-    """
-    is_young = training.steps is not None and training.steps < _FIRST_STEPS
-    if is_young or not all(bool(site.is_open.any()) for site in training.sites):
-        return
-    unused = [
-        site.name
-        for site in training.sites
-        if (data := pulls.data.get(site.name)) is not None
-        and not bool(data.any())
-        and site.interior_draws(len(data)) > _ENOUGH
-    ]
-    if unused:
-        yield Finding(
-            "gates-drift-together",
-            tuple(unused),
-            f"the data's gradient for these gates was 0 in each of {len(pulls.data[unused[0]])} draws: the price "
-            "alone moves them, all together.",
-            "Let the likelihood depend on the gates: call the network inside the model, without no_grad or detach, "
-            "and do not fix its gates.",
-        )
-
-
-def _check_balance(training: Training, pulls: Pulls) -> Iterator[Finding]:
-    """Find a price that drowns the data, and one that closes nothing."""
-    found = {site.name: ratios for site in training.sites if (ratios := _balance(site, pulls)) is not None}
-    drowned = {name: ratio for name, (ratio, _) in found.items() if ratio > _DROWNS}
-    if drowned:
-        yield Finding(
-            "price-too-large",
-            tuple(drowned),
-            f"the price's gradient is {max(drowned.values()):.3g} times the data's, which hardly count.",
-            "Lower lam, which is in nats per weight on the loss summed over the data set (the paper's lam / N is lam "
-            "here), or scale the model's likelihood to the whole data set.",
-        )
-    weak = {
-        site.name: float(found[site.name][1].max())
-        for site in training.sites
-        if site.name in found and _closes_nothing(training, site, float(found[site.name][1].max()))
-    }
-    if weak and len(weak) == len(training.sites) and not training.has_gate_kl:  # a prior's KL is not a price
-        yield Finding(
-            "price-too-small",
-            tuple(weak),
-            f"the price's gradient is at most {max(weak.values()):.2g} of the data's noise: it will close nothing.",
-            "Raise lam (in nats per weight on the loss summed over the data set), or use a SparsityTarget, which finds "
-            "the price.",
-        )
-
-
-def _balance(site: GateSite, pulls: Pulls) -> tuple[float, Tensor] | None:
-    """Price over data for a site's open gates, by root mean squares; and for each gate. None if it is not known."""
-    if pulls.price is None or site.name not in pulls.data or not bool(site.is_open.any()):
-        return None
-    here = site.is_open.cpu()
-    data, price = pulls.data[site.name][:, here], pulls.price[site.name][here].abs()
-    typical = data.square().mean().sqrt()
-    if site.interior_draws(len(data)) < _ENOUGH or not float(typical):
-        return None
-    by_gate = price / data.square().mean(0).sqrt().clamp(min=_LEAST * float(typical))
-    return float(price.square().mean().sqrt() / typical), by_gate
-
-
-def _closes_nothing(training: Training, site: GateSite, ratio: float) -> bool:
-    """Whether a price, at most so large beside the data's noise, brings no gate of a site to where it closes."""
-    holding, total = site.holding, training.total_steps(site)
-    if holding is not None and total and (holding.steps or 0) < _FIRST * total:
-        return False
-    if 0 < ratio < _NEVER:
-        return True
-    if float(site.is_open.float().mean()) < _MOST:  # what has closed was worth its price
-        return False
-    if holding is None or not total or not holding.is_normalised or not ratio or not len(site.distance):
-        return False
-    return _MARGIN * holding.rate * total * ratio < float(site.distance.min())
-
-
-Error = Callable[..., float | Tensor]
-_ERROR_DRAWS = 8
-_GAP_BEFORE = 0.3  # of the errors; in the first steps, healthy trainings show up to 0.25
-_GAP_AT_END = 0.1
-_DEVIATIONS = 3.0
 _MEAN_OFF = 0.5  # standard deviations; healthy trainings stay below 0.2
 _SCALE_OFF = math.log(3.0)  # and below log 1.8
 _ALIVE = 1e-3  # of a layer's largest variance; below, a channel says the same of every input
 _YOUNG = 50  # batches, in which running statistics get to where they belong
 
 
-def check_network(
-    training: Training,
-    guide: GateGuide,
-    network: nn.Module | None,
-    error: Error | None,
-    batches: Sequence[object] | None,
-) -> Iterator[Finding | Unchecked]:
-    """Whether the deterministic network is the one that was trained."""
-    target = training.target
-    if network is None or not batches:
-        yield Unchecked("the statistics of BatchNorm", "network and batches")
-    elif target is not None and target.start < target.step < target.settled:
-        # While a budget falls, the deterministic network changes faster than running statistics follow.
-        yield Unchecked("the statistics of BatchNorm", "a target whose budget holds, later in the training")
-    else:
-        yield from _check_statistics(network, guide.test_gates(), batches, training.steps)
-    if network is None or not batches or error is None:
-        yield Unchecked("the error with sampled and with deterministic gates", "network, batches and error")
-    else:
-        yield from _check_gap(network, guide, error, batches, training.steps_left == 0)
-
-
-@torch.no_grad()
-def _check_gap(
-    network: nn.Module, guide: GateGuide, error: Error, batches: Sequence[object], is_end: bool
-) -> Iterator[Finding]:
-    """Find errors of sampled and of deterministic gates that are far apart; at the end they may differ less."""
-
-    def errors(gates: Mapping[str, Tensor]) -> Tensor:
-        fixed = fix_gates(network, gates).eval()
-        return torch.tensor([float(error(fixed, *arguments_of(batch))) for batch in batches])
-
-    fixed = float(errors(guide.test_gates()).mean())
-    draws = [errors({name: gate.sample() for name, gate in guide.posterior().items()}) for _ in range(_ERROR_DRAWS)]
-    sampled = torch.stack(draws).mean(1)
-    apart = float(sampled.mean()) - fixed
-    if abs(apart) > (_GAP_AT_END if is_end else _GAP_BEFORE) + _DEVIATIONS * float(
-        sampled.std() / math.sqrt(_ERROR_DRAWS)
-    ):
-        more = "sampled" if apart > 0 else "deterministic"
-        remedy = (
-            "Sampled gates disturb the network too much: start them further open (init_active_prob), or train longer."
-            if apart > 0
-            else "The network was trained with gates that pruning closes: train the gates longer or at a larger rate, "
-            "until they are decided, and fine-tune the network with its gates fixed."
-        )
-        yield Finding(
-            "sampled-gap",
-            (),
-            f"the error is {fixed:.3g} with deterministic gates and {fixed + apart:.3g} with sampled ones; the "
-            f"{more} network is worse.",
-            remedy,
-        )
-
-
-def _check_statistics(
-    network: nn.Module, gates: Mapping[str, Tensor], batches: Sequence[object], steps: int | None
-) -> Iterator[Finding]:
-    """Find BatchNorm layers whose running statistics are not those of the deterministic network.
+@finds(
+    "batch-norm-of-another-network",
+    "Before evaluating it, run some batches in training mode through fix_gates(network, guide.test_gates()), or "
+    "through the compacted network.",
+)
+def batch_norm_of_another_network(training: Training) -> Seen:
+    """BatchNorm layers whose running statistics are not those of the deterministic network.
 
     At the beginning of a training, running statistics have not reached those of any network yet.
     """
-    off: dict[str, tuple[float, float]] = {}
-    for name, (old, new) in _layers(network, gates, batches).items():
-        variance = new.get_buffer("running_var")
-        alive = variance > _ALIVE * variance.max()
-        if not int(torch.as_tensor(new.num_batches_tracked)) or not bool(alive.any()):
-            continue
-        off_mean = old.get_buffer("running_mean") - new.get_buffer("running_mean")
-        mean = float((off_mean.abs() / variance.sqrt())[alive].mean())
-        scale = float(torch.log(old.get_buffer("running_var") / variance).abs()[alive].mean())
-        seen = int(torch.as_tensor(old.num_batches_tracked))
-        if (mean > _MEAN_OFF or scale > _SCALE_OFF) and (steps is None or max(steps, seen) >= _YOUNG):
-            off[name] = mean, scale
-    if off:
-        mean, scale = max(off.values(), key=lambda x: max(x[0] / _MEAN_OFF, x[1] / _SCALE_OFF))
-        yield Finding(
-            "batch-norm-of-another-network",
-            tuple(off),
-            f"running means are {mean:.2g} standard deviations and running variances a factor of "
-            f"{math.exp(min(scale, 50.0)):.3g} from those of the batches under the deterministic gates.",
-            "Before evaluating it, run some batches in training mode through fix_gates(network, guide.test_gates()), "
-            "or through the compacted network.",
-        )
-
-
-@torch.no_grad()
-def _layers(
-    network: nn.Module, gates: Mapping[str, Tensor], batches: Sequence[object]
-) -> dict[str, tuple[_BatchNorm, _BatchNorm]]:
-    """Each BatchNorm layer with its running statistics, and with those of batches in the deterministic network."""
-    fixed = fix_gates(network, gates).eval()
-    found = {
-        name: (copy.deepcopy(layer), layer)
-        for name, layer in fixed.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
-    }
-    for _, layer in found.values():
+    if training.network is None or not training.batches or training.is_falling:
+        return
+    fixed = fix_gates(training.network, training.guide.test_gates()).eval()
+    layers = {name: x for name, x in fixed.named_modules() if isinstance(x, _BatchNorm) and x.running_mean is not None}
+    before = copy.deepcopy(layers)
+    for layer in layers.values():
         layer.reset_running_stats()
         layer.momentum = None  # the mean over batches
         layer.train()
-    for batch in batches:
-        inputs = arguments_of(batch)[0]
-        fixed(*inputs) if isinstance(inputs, tuple | list) else fixed(inputs)
-    return found
+    with torch.no_grad():
+        for batch in training.batches:
+            inputs = arguments_of(batch)[0]
+            fixed(*inputs) if isinstance(inputs, tuple | list) else fixed(inputs)
+    for name, layer in layers.items():
+        (old_mean, old_variance, seen), (new_mean, variance, renewed) = (
+            (x.get_buffer("running_mean"), x.get_buffer("running_var"), int(x.get_buffer("num_batches_tracked")))
+            for x in (before[name], layer)
+        )
+        alive = variance > _ALIVE * variance.max()
+        is_young = training.steps is not None and max(training.steps, seen) < _YOUNG
+        if not renewed or is_young or not bool(alive.any()):
+            continue
+        mean = float(((old_mean - new_mean).abs() / variance.sqrt())[alive].mean())
+        scale = float(torch.log(old_variance / variance).abs()[alive].mean())
+        if mean > _MEAN_OFF or scale > _SCALE_OFF:
+            words = f"running means are {mean:.2g} standard deviations and running variances a factor of "
+            words += f"{math.exp(min(scale, 50.0)):.3g} from those of the batches under the deterministic gates."
+            yield name, words
+
+
+_ERROR_DRAWS = 8
+_GAP_BEFORE = 0.3  # of the errors; in the first steps, healthy trainings show up to 0.25
+_GAP_AT_END = 0.1
+_DEVIATIONS = 3.0
+
+
+@finds(
+    "sampled-gap",
+    "If sampled gates disturb the network, start them further open (init_active_prob), or train longer. If pruning "
+    "closes what the network was trained with, train the gates longer or at a larger rate, until they are decided, and "
+    "fine-tune the network with its gates fixed.",
+)
+def sampled_gap(training: Training) -> Seen:
+    """Errors of sampled and of deterministic gates that are far apart; at the end they may differ less."""
+    network, error, guide = training.network, training.error, training.guide
+    if network is None or not training.batches or error is None:
+        return
+    with torch.no_grad():
+        gates = [guide.test_gates()]
+        gates += [{name: gate.sample() for name, gate in guide.posterior().items()} for _ in range(_ERROR_DRAWS)]
+        networks = (fix_gates(network, values).eval() for values in gates)
+        batches = [arguments_of(batch) for batch in training.batches]
+        errors = torch.tensor([[float(error(fixed, *batch)) for batch in batches] for fixed in networks]).mean(1)
+    fixed, sampled = float(errors[0]), float(errors[1:].mean())
+    noise = float(errors[1:].std() / math.sqrt(_ERROR_DRAWS))
+    if abs(sampled - fixed) > (_GAP_AT_END if training.steps_left == 0 else _GAP_BEFORE) + _DEVIATIONS * noise:
+        worse = "sampled" if sampled > fixed else "deterministic"
+        words = f"the error is {fixed:.3g} with deterministic gates and {sampled:.3g} with sampled ones"
+        yield "", f"{words}; the {worse} network is worse."
+
+
+def not_checked(training: Training) -> tuple[Unchecked, ...]:
+    """What could not be checked, and what to give for it."""
+    x, statistics = training, "the statistics of BatchNorm"
+    has_network, has_end, has_price = x.network is not None and x.batches, x.steps_left is not None, x.elbo or x.target
+    table = (
+        (not x.optimisers, "whether the gates are trained, at what rate and with what decay", "the optimiser"),
+        (x.optimisers and not has_end, "whether the rate is enough for what is left", "steps_left or the target"),
+        (not has_price, "the price of open gates", "loss=L0_ELBO(...)(model, guide), or the target"),
+        (x.contributions is None, "what contributes to the gates' gradients, data or price", "loss and batches"),
+        (not has_end, "whether gates are undecided at the end", "steps_left=0 at the end, or the target"),
+        (not has_network, statistics, "network and batches"),
+        (has_network and x.is_falling, statistics, "a target whose budget holds, later in the training"),
+        (not has_network or x.error is None, "errors of sampled and fixed gates", "network, batches and error"),
+    )
+    return tuple(Unchecked(what, give) for is_missing, what, give in table if is_missing)
 
 
 _BATCHES = 8
@@ -652,18 +595,12 @@ def diagnose(
             raise TypeError(f"Expected an optimiser of torch's or of Pyro's, but got a {type(each).__name__}.")
     if steps_left is None and target is not None:
         steps_left = max(0, target.steps - target.step)
-    sites = gate_sites(guide, optimisers, target is not None)
-    devices = {site.location.device for site in sites}
-    some, pulls = None, None
-    with untouched(guide, devices):
-        if batches is not None:
-            some = first_batches(batches, _BATCHES)
-        if loss is not None and some:
-            pulls = measure_pulls(loss, some, {site.name: site.parameter for site in sites}, _DRAWS)
-    training = Training(sites, len(optimisers), objective_of(loss), target, pulls, steps_left)
-    found = [*check_movement(training), *check_prices(training), *check_gates(training)]
-    with untouched(guide, devices):
-        found += check_network(training, guide, network, error, some)
-    return Diagnosis(
-        tuple(x for x in found if isinstance(x, Finding)), tuple(x for x in found if isinstance(x, Unchecked))
-    )
+    with untouched():
+        sites = gate_sites(guide, optimisers, target is not None)
+        some = [] if batches is None else first_batches(batches, _BATCHES)
+        places = {site.name: site.parameter for site in sites}
+        found = measure_contributions(loss, some, places, _DRAWS) if loss is not None and some else None
+        elbo = objective_of(loss)
+        training = Training(guide, sites, len(optimisers), elbo, target, steps_left, found, network, error, some)
+        findings = tuple(findings_on(training))
+    return Diagnosis(findings, not_checked(training))
