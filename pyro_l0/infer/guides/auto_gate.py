@@ -32,7 +32,7 @@ from pyro_l0.infer.guides.mean_field import (
     site_key,
     take_over,
 )
-from pyro_l0.infer.guides.parameters import Displaced, OptimiserWatch, enter_store, parameters_in, state_parameter
+from pyro_l0.infer.guides.parameters import Displaced, enter_store, parameters_in, state_parameter, warn_if_unmoved
 from pyro_l0.infer.runs import generators_kept
 from pyro_l0.maths.special import Number
 
@@ -221,13 +221,13 @@ class AutoGate(AutoGuide):
         self._posteriors: dict[str, SitePosterior] = {}
         self._mean_field = MeanField(self._posteriors)
         self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
-        self._watches: list[OptimiserWatch | Displaced] = []
+        self._displaced = Displaced()
         self._is_scaled = False
 
     def __getstate__(self) -> dict[str, object]:
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
-        state.update(_model=(None,), master=None, _names=None, _watches=[])
+        state.update(_model=(None,), master=None, _names=None, _displaced=Displaced())
         if self.prototype_trace is not None:  # the posteriors have what is needed of it
             state["prototype_trace"] = Trace()
         for parameter in self.sites.parameters():  # a weak reference, which SVI has asked for
@@ -286,8 +286,8 @@ class AutoGate(AutoGuide):
                 f"This {type(self).__name__} was copied or loaded from a guide that had not been called, and has no "
                 "model; call a guide once with the model's arguments before copying or pickling it."
             )
-        model, elsewhere, displaced = self._model, DrawsElsewhere(), Displaced()
-        self._model = (displaced(elsewhere(self.model)),)
+        model, elsewhere = self._model, DrawsElsewhere()
+        self._model = (self._displaced(elsewhere(self.model)),)
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError as error:
@@ -323,7 +323,7 @@ class AutoGate(AutoGuide):
         self._is_scaled = masked or any(isinstance(x, Tensor) or x != 1 for x in scales)
         prototype.detach_()
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
-        self._watches = [displaced, OptimiserWatch(what, list(modules.parameters()))]
+        warn_if_unmoved(what, list(modules.parameters()))
         with self._pyro_context:
             enter_store(self._full_names)
 
@@ -354,8 +354,8 @@ class AutoGate(AutoGuide):
         """Sample every site of this guide, given the model's arguments; the draws by site."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        elif self._watches and torch.is_grad_enabled():
-            self._watches = [watch for watch in self._watches if not watch.is_over()]
+        elif self._displaced.found and torch.is_grad_enabled():
+            self._displaced.warn_once()
         self._state_parameters()
         record = sole_record()
         if record is not None and not self._prototype_frames and not self._is_scaled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def check_guide(guide: object, asked: str, *methods: str) -> None:
 
 
 _of_this_process = WeakTensorKeyDictionary()
-_PATIENCE = 100  # losses
+_PATIENCE = 100  # gradients
 
 
 def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter], str]]]) -> None:
@@ -121,20 +122,20 @@ class Displaced(Messenger):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: dict[str, weakref.ref[Tensor]] = {}
+        self.found: dict[str, weakref.ref[Tensor]] = {}
 
     def _postprocess_message(self, msg: Site) -> None:
         own = msg["args"][1] if msg["type"] == "param" and len(msg["args"]) > 1 else None
         if isinstance(own, nn.Parameter) and msg["value"] is not own:
-            self._found[msg["name"]] = weakref.ref(own)
+            self.found[msg["name"]] = weakref.ref(own)
 
-    def is_over(self) -> bool:
-        """At every loss: warn if such parameters have gradients within SVI; whether the watch is over."""
-        if not any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
-            return not self._found
-        parameters = {name: own() for name, own in self._found.items()}
-        used = [name for name, own in parameters.items() if own is not None and own.grad is not None]
-        if used:
+    def warn_once(self) -> None:
+        """Warn if such parameters have gradients within SVI, which is to be asked at every loss."""
+        stored, parameters = pyro.get_param_store()._params, {name: own() for name, own in self.found.items()}
+        own_grads = {name: own for name, own in parameters.items() if own is not None and own.grad is not None}
+        used = [name for name, own in own_grads.items() if stored.get(name, own) is not own]
+        if used and any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
+            self.found = {}
             warnings.warn(
                 f"SVI does not train {used[0]!r} of the model, nor {len(used) - 1} other parameters: the parameter "
                 "store has others of these names, of an earlier network or a file. Call pyro.clear_param_store() "
@@ -142,40 +143,27 @@ class Displaced(Messenger):
                 "store.",
                 stacklevel=2,
             )
-        return True
 
 
-class OptimiserWatch:
-    """Warns once if a guide's parameters get gradients and no optimiser moves them.
+def warn_if_unmoved(what: str, parameters: Sequence[nn.Parameter]) -> None:
+    """Warn once if a guide's first parameter has had a hundred gradients and all are where they began.
 
-    An optimiser that was made before the guide's first call holds none of them, and nothing else would show it: the
-    loss falls, since the network is trained. ``what`` names the guide in the warning.
+    An optimiser that was made before the guide's first call holds none of them, and the loss falls nevertheless, since
+    the network is trained. ``what`` names the guide.
     """
+    start, number = [x.detach().clone() for x in parameters], itertools.count(1)
 
-    def __init__(self, what: str, parameters: Sequence[nn.Parameter]) -> None:
-        self._what, self._parameters = what, parameters
-        self._start = [x.detach().clone() for x in parameters]
-        self._losses = 0
-        self._has_gradient = False
-        self._hooks = [x.register_post_accumulate_grad_hook(self._note) for x in parameters]
-
-    def _note(self, parameter: Tensor) -> None:
-        self._has_gradient = True
-
-    def is_over(self) -> bool:
-        """At every loss: warn if a hundred gradients have moved nothing; whether the watch is over."""
-        self._losses += self._has_gradient
-        self._has_gradient = False
-        if self._losses < _PATIENCE:
-            return False
-        for hook in self._hooks:
-            hook.remove()
-        pairs = zip(self._parameters, self._start, strict=True)
-        if all(x.shape == start.shape and torch.equal(x.detach().to(start), start) for x, start in pairs):
+    def note(_: Tensor) -> None:
+        if next(number) <= _PATIENCE:
+            return
+        hook.remove()
+        pairs = zip(parameters, start, strict=True)
+        if all(x.shape == old.shape and torch.equal(x.detach().to(old), old) for x, old in pairs):
             warnings.warn(
-                f"The parameters of {self._what} have had gradients for {_PATIENCE} losses, but no optimiser has moved "
-                "them. A guide makes its parameters at its first call; call it once with the model's arguments before "
-                "making an optimiser of its parameters.",
+                f"The parameters of {what} have had gradients for {_PATIENCE} losses, but no optimiser has moved them. "
+                "A guide makes its parameters at its first call; call it once with the model's arguments before making "
+                "an optimiser of its parameters.",
                 stacklevel=2,
             )
-        return True
+
+    hook = parameters[0].register_post_accumulate_grad_hook(note)

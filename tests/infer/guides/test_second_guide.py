@@ -193,19 +193,23 @@ def test_a_network_of_pyro_module_goes_on():
 def test_a_network_of_pyro_module_that_is_made_anew():
     """SVI trains what the store has; one warning names the parameter and the remedies, which work."""
 
-    def run(trained, **options):
+    def run(trained, calls=0, **options):
         net = nn.Linear(3, 1)
         before, model = net.weight.detach().clone(), of_a_network(net, **options)
-        svi = svi_of_gates(model, AutoGate(model))
+        guide = AutoGate(model)
+        for _ in range(calls):
+            guide()
+        svi = svi_of_gates(model, guide)
         for _ in range(5):
             svi.step()
         assert torch.equal(net.weight, before) is not trained
         return model
 
     run(True)
-    with pytest.warns(UserWarning, match=r"SVI does not train 'net\$\$\$weight' of the model, nor 1 other") as seen:
-        model = run(False)
-    assert len(seen) == 1
+    for calls in (0, 2):  # before the first step
+        with pytest.warns(UserWarning, match=r"SVI does not train 'net\$\$\$weight' of the model, nor 1 other") as seen:
+            model = run(False, calls)
+        assert len(seen) == 1
     run(True, update_module_params=True)
     guide = AutoGate(model)  # which is trained by its own parameters' optimiser
     guide()
