@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
-from typing import NamedTuple, Protocol, TypedDict, cast
+from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -14,7 +16,7 @@ from torch import Tensor, distributed, nn
 from pyro_l0.compaction.apply import apply_in_place, check_state, constants_of, move
 from pyro_l0.compaction.calls import is_constant
 from pyro_l0.compaction.compact import check_network, search
-from pyro_l0.compaction.plan import Constant, Plan
+from pyro_l0.compaction.plan import Plan
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import fix_gates
@@ -261,30 +263,24 @@ class Shrinker:
         """Shrink everything; without an example, to load parameters afterwards."""
         copies = [self.main, *self.replicas]
         constants = [None if example is None else constants_of(one.network, plan, calls_of(example)) for one in copies]
-        # An interrupt goes to the main thread, which waits at the end of this block until all is changed.
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(self._change, plan, list(zip(copies, constants, strict=True))).result()
-        self._tell()
-
-    @torch.no_grad()
-    def _change(self, plan: Plan, copies: Sequence[tuple[Replica, Mapping[str, Constant] | None]]) -> None:
-        """Apply a plan to networks, guides, the optimiser and the objective, which fit together only at the end."""
         units = {change.site: torch.tensor(change.units, dtype=torch.long) for change in plan.changes.values()}
         gone = [site for site, index in units.items() if not len(index)]
-        for one, constants in copies:
-            apply_in_place(one.network, plan, constants, self.optimiser if one is self.main else None)
-            replaced = one.guide.keep(units)
-            if one is self.main:
-                move(self.optimiser, replaced)
-        for site, index in units.items():
-            self._kept[site] = self._kept[site][index]
-            self._streaks[site] = self._streaks[site][index]
-        for site in gone:
-            del self._kept[site], self._streaks[site]
-        if self.elbo is not None:
-            self.elbo.drop(gone)
-            self.elbo.square_norm = self._norms(self.main.network)
-        self._plans.append(plan)
+        with _interrupts_wait():
+            for one, constant in zip(copies, constants, strict=True):
+                apply_in_place(one.network, plan, constant, self.optimiser if one is self.main else None)
+                replaced = one.guide.keep(units)
+                if one is self.main:
+                    move(self.optimiser, replaced)
+            for site, index in units.items():
+                self._kept[site] = self._kept[site][index]
+                self._streaks[site] = self._streaks[site][index]
+            for site in gone:
+                del self._kept[site], self._streaks[site]
+            if self.elbo is not None:
+                self.elbo.drop(gone)
+                self.elbo.square_norm = self._norms(self.main.network)
+            self._plans.append(plan)
+        self._tell()
 
     def _norms(self, network: nn.Module) -> dict[str, Callable[[], Tensor]]:
         """The objective's norms, of the layers of a network."""
@@ -301,6 +297,26 @@ class Shrinker:
                 "DistributedDataParallel made before would leave out a synchronisation; wrap the network anew there.",
                 stacklevel=4,
             )
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """A context at whose end signals are handled that arrive in it; Python handles them in the main thread alone."""
+    arrived: list[tuple[Any, ...]] = []
+    handlers: dict[signal.Signals, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    handlers[number] = handler
+                    signal.signal(number, lambda *given: arrived.append(given))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for given in arrived:
+            handlers[given[0]](*given)
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
