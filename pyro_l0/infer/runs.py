@@ -31,8 +31,10 @@ def generators_kept() -> Iterator[None]:
     state = pyro.util.get_rng_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        yield
-    pyro.util.set_rng_state(state)
+        try:
+            yield
+        finally:
+            pyro.util.set_rng_state(state)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
-"""A log probability that a model adds, by the short way and by Pyro's."""
+"""A log probability that a model adds, by the short way and by Pyro's; random states."""
 
+import random
+
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -10,6 +13,7 @@ from pyro.infer import Trace_ELBO
 from pyro_l0 import HardConcrete
 from pyro_l0.fast.record import sample
 from pyro_l0.infer import L0_ELBO, factor
+from pyro_l0.infer.runs import generators_kept
 
 LOG_FACTOR = torch.tensor([-1.5, 0.25, -3.0])
 
@@ -90,3 +94,20 @@ def test_other_than_a_tensor_is_refused():
     """By its kind."""
     with pytest.raises(TypeError, match=r"Expected log_factor to be a tensor, but got float\."):
         factor("y", 1.0)
+
+
+def test_generators_are_as_before_where_a_run_raises():
+    """NumPy's, torch's and Python's; a diagnosis measures losses that may fail."""
+
+    def states():
+        return np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist(), random.getstate()  # noqa: NPY002
+
+    def fails():
+        with generators_kept():
+            np.random.rand(), torch.rand(3), random.random()  # noqa: NPY002
+            raise RuntimeError("in the middle")
+
+    before = states()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fails()
+    assert states() == before
