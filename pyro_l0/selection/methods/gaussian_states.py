@@ -136,7 +136,7 @@ class GaussianStates:
             lambda nodes: self._grid_at(spectrum, nodes, self._rough).log_by_ratio(),
             torch.tensor([lowest - most, highest - least], dtype=torch.float64).expand(len(spectrum.values), 2),
             # With a known slab scale the ratio is as sure as the noise scale, whose density may be narrow.
-            rounds=1 if prior.slab_scale is None else max(2, math.ceil(math.log10(self._n / 30))),
+            rounds=1 if prior.slab_scale is None else max(2, math.ceil(math.log10(max(self._n, 30.0) / 30))),
         )
 
     def _noise_range(self) -> tuple[float, float]:
