@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
+from itertools import chain, count
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -89,10 +90,8 @@ def arrange(network: nn.Module) -> None:
     taken = {path for path, module in network.named_modules() if isinstance(module, GateLayer)}
     sites: dict[nn.Module, str] = {}
     for path, hook in found:
-        site = f"{path}.{hook.suffix}"
-        while site in taken:
-            site += ".1"
-        sites.setdefault(hook.gate, site)
+        others = {*taken, *sites.values(), *(other for other, _ in found)}
+        sites.setdefault(hook.gate, _free_site(path, hook.suffix, others))
     if not sites:
         return
     at = _place_of_holder(network)
@@ -109,6 +108,13 @@ def arrange(network: nn.Module) -> None:
             gate.place = site
     holder.train(network.training)
     network.get_submodule(at).add_module(_HOLDER, holder)
+
+
+def _free_site(path: str, suffix: str, others: Collection[str]) -> str:
+    """A site below a module's path that is none of other paths, nor above or below one that is a gate's."""
+    names = chain([suffix], (f"{'' if suffix.isdigit() else suffix}{k}" for k in count(2)))
+    sites = (f"{path}.{name}" for name in names)
+    return next(site for site in sites if not any(x == site or x.startswith(f"{site}.") for x in others))
 
 
 def _above(path: str, holder: GateHolder) -> str:

@@ -268,7 +268,18 @@ def test_what_returns_more_than_a_tensor_or_has_a_gate_is_refused():
 def test_a_gate_of_the_users_keeps_its_name():
     """Behind a block that holds one, the inserted gate has another."""
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 4), Gate(4)), nn.Linear(4, 1))
-    assert list(gate_names(insert_gates(net, {"0": Gate(4)}))) == ["0.1.1", "0.1"]
+    assert list(gate_names(insert_gates(net, {"0": Gate(4)}))) == ["0.2", "0.1"]
+
+
+def test_a_gate_behind_a_module_is_beside_the_gates_inside_of_it():
+    """The second layer of the block has the name that the block's gate would have."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 1))
+    gated = insert_gates(net, {"0": Gate(4), "0.1": Gate(4), "0.0": Gate(4), "0.1.1": Gate(4)}, torch.ones(1, 3))
+    sites = {"0.0.1", "0.1.1.1", "0.1.2", "0.2"}
+    assert set(gate_names(gated)) == sites
+    assert {path for path in dict(gated.named_modules()) if path.endswith(tuple(f"l0_gates.{x}" for x in sites))}
+    values = {site: torch.tensor([1.0, 0.0, 1.0, 1.0]) for site in sites}
+    assert compact(gated, values, torch.randn(2, 3)).network[1].in_features == 3
 
 
 def test_a_container_without_parameters():
