@@ -5,7 +5,10 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 
-pytestmark = pytest.mark.filterwarnings("ignore:No features were selected:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:No features were selected:UserWarning",
+    "ignore:The coefficients separate the classes:UserWarning",  # as those of scikit-learn's blobs do
+)
 # A known slab scale has no grid: one mode for each subset of the ten features that some checks have.
 QUICK = {"method": "enumerate", "slab_scale": 1.0}
 
