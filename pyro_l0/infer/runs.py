@@ -230,7 +230,7 @@ def refuse_without_likelihood(
         raise ValueError(
             f"Expected a likelihood, but the model has no observed site and no factor, and {found}: training would "
             "only close gates. State a likelihood by pyro.sample('y', distribution, obs=y), or a loss in nats, summed "
-            "over the data, by pyro_l0.infer.runs('y', -loss) or pyro.factor."
+            "over the data, by pyro_l0.infer.factor('y', -loss) or pyro.factor."
         )
 
 

@@ -10,6 +10,7 @@ from pyro_l0.nn import fix_gates
 from pyro_l0.nn.engine import analyse, record
 from tests.engine.random_networks import cases
 
+pytestmark = pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 OPTIONS = {
     "deadline": None,
     "derandomize": True,

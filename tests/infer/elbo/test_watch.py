@@ -225,7 +225,7 @@ def test_a_model_that_returns_its_loss(returns):
     """It has no likelihood, and only the price of its gates would be trained."""
     net = network(returns)
     for call in (L0_ELBO("l0", lam=0.1).differentiable_loss, L0_ELBO("l0", lam=0.1).loss_and_grads, L0_ELBO("l0").loss):
-        with pytest.raises(ValueError, match=r"no observed site and no factor.*pyro_l0.infer.runs"):
+        with pytest.raises(ValueError, match=r"no observed site and no factor.*pyro_l0.infer.factor"):
             call(net, AutoGate(net), X, Y)
 
 
