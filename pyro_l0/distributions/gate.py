@@ -208,8 +208,8 @@ class GateDistribution(TorchDistribution):
                 components of a mixture.
             validate_args: whether the gate checks its arguments later on.
             **options: parameters that the rate does not determine, by name; the others are those of ``defaults``.
-                :class:`~pyro_l0.HardConcrete` also takes ``one_given_active``, the wanted P(z = 1 | z != 0), which
-                determines the temperature.
+                :class:`~pyro_l0.distributions.HardConcrete` also takes ``one_given_active``, the wanted
+                P(z = 1 | z != 0), which determines the temperature.
 
         Raises:
             TypeError: the family has no such option.

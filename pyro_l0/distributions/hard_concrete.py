@@ -85,7 +85,7 @@ class HardConcrete(StretchedGate):
 
         Args:
             logits: log odds of an open gate.
-            **options: keywords of :meth:`from_active_prob`.
+            **options: keywords of ``from_active_prob``.
 
         Example:
             >>> HardConcrete.from_logits(torch.tensor([0.0, 2.0])).active_prob
