@@ -18,7 +18,7 @@ __all__ = ["enumerate_posterior", "exact_posterior"]
 
 _MOST_FEATURES = 20
 # Weight of all states that are left out of the moments of the coefficients.
-_LEFT_OUT = 1e-8
+_LEFT_OUT = 1e-10
 
 
 def exact_posterior(
