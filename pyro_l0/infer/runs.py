@@ -144,27 +144,6 @@ class Watch:
         return all(frame.full_size in (None, frame.size) for frame in site["cond_indep_stack"])
 
 
-def number_of_bad(x: float | Tensor) -> int:
-    """How many of a tensor's or a number's values are not finite; reads them."""
-    return int((~torch.isfinite(torch.as_tensor(x))).sum())
-
-
-def bad_values(site: Site) -> list[str]:
-    """What is not finite at a recorded site: an observed value, or parameters of its distribution."""
-    found = []
-    if site["is_observed"] and (bad := number_of_bad(site["value"])):
-        found.append(f"what is observed at {site['name']!r} holds {bad} values that are not finite")
-    fn = site["fn"]
-    while fn is not None:
-        for parameter in fn.arg_constraints:
-            # Not a property that is computed from another parameter.
-            value = fn.__dict__.get(parameter, fn.__dict__.get(f"_{parameter}"))
-            if value is not None and (bad := number_of_bad(value)):
-                found.append(f"{parameter} of {type(fn).__name__} at {site['name']!r} holds {bad} that are not finite")
-        fn = getattr(fn, "base_dist", None)
-    return found
-
-
 Program = Callable[..., object]
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
@@ -191,20 +170,17 @@ def record_run(
     try:
         with record:
             returned = program(*args, **kwargs)
-    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (ValueError, RuntimeError) as error:
         seen = Trace()
         for name, site in record.sites.items():
             seen.add_node(name, **site)
         error.add_note(seen.format_shapes())
-        # A guide of Pyro's runs the model at its first call, and takes the model's arguments.
-        model = program.model if isinstance(program, AutoGuide) else program
-        first = isinstance(program, AutoGuide) and program.prototype_trace is None
-        odd = "; ".join(odd_arguments(model, args, kwargs))
-        if not odd and "found invalid values" not in str(error):  # of torch's validation, which names no site
+        if "found invalid values" not in str(error):  # of torch's validation, which names no site
             raise
+        # A guide of Pyro's runs the model at its first call.
+        first = isinstance(program, AutoGuide) and program.prototype_trace is None
         what = "guide" if values is None and not first else "likelihood (nll) of the model"
-        where = f", where {odd}" if odd else ""
-        raise ValueError(f"The {what} failed at step {step}{where}: {error}") from error
+        raise ValueError(f"The {what} failed at step {step}: {error}") from error
     if values is not None and not any(map(is_likelihood, record.sites.values())):
         refuse_without_likelihood(program, record.sites, returned, args, kwargs)
     return record
@@ -218,11 +194,11 @@ def refuse_without_likelihood(
     A model that takes no data, has no network and returns no more than its draws may be meant as a prior.
     """
     found = None
-    for _, x in _leaves("", returned):
+    for x in _leaves(returned):
         if x is not None and not any(x is site["value"] for site in sites.values()):
             what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             found = f"returns {what}; what a model returns is no part of the loss"
-    if found is None and any(_tensors("", [args, kwargs])):
+    if found is None and any(isinstance(x, Tensor) for x in _leaves([args, kwargs])):
         found = "is given data"
     if found is None and any(p.requires_grad for module in _modules(model) for p in module.parameters()):
         found = "has parameters to train"
@@ -244,53 +220,29 @@ def _modules(model: object) -> Iterator[nn.Module]:
     elif inspect.isfunction(model) or inspect.ismethod(model):
         around = inspect.getclosurevars(model)
         owner = getattr(getattr(model, "__self__", None), "__dict__", {})
-        yield from (x for _, x in _leaves("", [around.nonlocals, around.globals, owner]) if isinstance(x, nn.Module))
+        yield from (x for x in _leaves([around.nonlocals, around.globals, owner]) if isinstance(x, nn.Module))
     elif inspect.ismethod(call := getattr(model, "__call__", None)):  # noqa: B004
         yield from _modules(call)
 
 
-def check_arguments(program: Program, args: Args, kwargs: Kwargs) -> None:
+def check_arguments(args: Args, kwargs: Kwargs) -> None:
     """Refuse a minibatch without examples: every tensor among the arguments is empty."""
-    empty = False
-    for _, x in _tensors("", [args, kwargs]):
-        if x.numel():
-            return
-        empty = True
-    if empty:
-        raise ValueError(f"Expected at least one example, but {'; '.join(odd_arguments(program, args, kwargs))}.")
+    shapes = [tuple(x.shape) for x in _leaves([args, kwargs]) if isinstance(x, Tensor)]
+    if shapes and all(0 in shape for shape in shapes):
+        raise ValueError(
+            f"Expected at least one example, but the model's arguments are empty tensors of shapes {shapes}."
+        )
 
 
-def odd_arguments(program: Program, args: Args, kwargs: Kwargs) -> list[str]:
-    """Arguments of a program that are empty or not finite, by name; reads them."""
-    found = []
-    function = program.forward if isinstance(program, nn.Module) else program
-    try:
-        by_name: dict[str, object] = inspect.signature(function).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        by_name = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-    for name, x in _tensors("", by_name):
-        bad = number_of_bad(x)
-        if not x.numel():
-            found.append(f"argument {name!r} is empty, of shape {tuple(x.shape)}")
-        elif bad:
-            found.append(f"argument {name!r} holds {bad} of {x.numel()} values that are not finite")
-    return found
-
-
-def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested lists, tuples and dicts, with their paths."""
-    return ((path, x) for path, x in _leaves(name, value) if isinstance(x, Tensor))
-
-
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+def _leaves(value: object) -> Iterator[object]:
+    """What nested lists, tuples and dicts hold."""
     if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _leaves(f"{name}[{key!r}]" if name else str(key), entry)
-    elif isinstance(value, list | tuple):
-        for i, entry in enumerate(value):
-            yield from _leaves(f"{name}[{i}]", entry)
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for entry in value:
+            yield from _leaves(entry)
     else:
-        yield name, value
+        yield value
 
 
 def over_particles(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
@@ -16,8 +16,8 @@ from pyro.infer.util import torch_item
 from torch import Tensor
 
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Record, Site
-from pyro_l0.infer.elbo.coefficients import NAMES, Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
+from pyro_l0.fast.record import Record
+from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
 from pyro_l0.infer.elbo.estimators import (
     EstimatorName,
     Estimators,
@@ -35,11 +35,8 @@ from pyro_l0.infer.runs import (
     Kwargs,
     Program,
     Watch,
-    bad_values,
     check_arguments,
     generators_kept,
-    number_of_bad,
-    odd_arguments,
     over_particles,
     record_run,
 )
@@ -57,12 +54,20 @@ class ElboState(TypedDict):
     baseline: Tensor | None
 
 
+class _Call(NamedTuple):
+    """A model and a guide with their arguments."""
+
+    model: Program
+    guide: Program
+    args: Args
+    kwargs: Kwargs
+
+
 class _Outcome(NamedTuple):
-    """The terms of a loss, the runs they are from, and what to say if they are not finite."""
+    """The terms of a loss, and the runs that they are from; none where ``torch.vmap`` has mapped these."""
 
     parts: _Parts
     runs: list[Run]
-    explain: Callable[[], str]
 
     @property
     def loss(self) -> Tensor:
@@ -193,24 +198,24 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def differentiable_loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Tensor:
         """The loss in nats with its graph, shape ``()``; advances ``step`` unless gradients are off."""
-        return self._step(model, guide, args, kwargs)[0]
+        return self._step(_Call(model, guide, args, kwargs))[0]
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """The loss in nats as a number, without gradients; leaves ``step`` as it is."""
         with torch.no_grad():
-            outcome = self._terms(model, guide, args, kwargs)
+            outcome = self._outcome(_Call(model, guide, args, kwargs))
             value = float(torch_item(outcome.loss))
-        self._watch.value(self.step, value, outcome.explain)
+        self._watch.value(self.step, value, partial(self._explain, outcome))
         return value
 
     def loss_and_grads(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """Add the loss's gradients to the parameters' ``.grad``, advance ``step``, and return the loss in nats."""
         step = self.step
-        loss, outcome = self._step(model, guide, args, kwargs)
+        loss, outcome = self._step(_Call(model, guide, args, kwargs))
         if loss.requires_grad:
             loss.backward()
         value = float(torch_item(loss))
-        self._watch.value(step, value, outcome.explain)
+        self._watch.value(step, value, partial(self._explain, outcome))
         return value
 
     def terms(self, model: Program, guide: Program, *args: object, **kwargs: object) -> dict[str, Tensor]:
@@ -222,7 +227,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             objective does not have are 0.
         """
         with torch.no_grad():
-            parts = self._terms(model, guide, args, kwargs).parts
+            parts = self._outcome(_Call(model, guide, args, kwargs)).parts
         return {term.name: torch.as_tensor(parts.get(term.name, 0.0)) for term in (*TERMS, *self.objective_terms)}
 
     def drop(self, sites: Collection[str]) -> None:
@@ -246,143 +251,127 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         """The factor on every KL at the current step."""
         return kl_scale_at(self.kl_scale, self.step)
 
-    def _step(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> tuple[Tensor, _Outcome]:
+    def _step(self, call: _Call) -> tuple[Tensor, _Outcome]:
         """The loss, checked where that is cheap or due, with its terms and runs."""
-        outcome = self._terms(model, guide, args, kwargs)
+        outcome = self._outcome(call)
         loss = outcome.loss
         if loss.requires_grad:  # it is trained
-            self._watch.loss(self.step, loss, outcome.parts, outcome.explain)
+            self._watch.loss(self.step, loss, outcome.parts, partial(self._explain, outcome))
             if outcome.runs:
                 self._watch.gates(self.step, outcome.runs[0].guide)
         if torch.is_grad_enabled():
             self.step += 1
         return loss, outcome
 
-    def _terms(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> _Outcome:
-        check_arguments(model, args, kwargs)
-        runs: list[Run] = []
-        if self.estimator is not None and self.estimator.name == "leave_one_out":
-            found = self._leave_one_out
-        elif self.estimator is not None and torch.is_grad_enabled():
-            found = partial(self._estimate, self.estimator)
-        else:
-            found = self._pathwise
-        norms: Any = (
-            self.square_norm
-        )  # those of pyro_l0.nn.square_norms.square_norms can be computed during the network's forward pass
+    def _outcome(self, call: _Call) -> _Outcome:
+        """The terms; once more where it turns out that KLs have to be taken at the draws."""
+        check_arguments(call.args, call.kwargs)
+        norms: Any = self.square_norm  # those of pyro_l0.nn.square_norms can be computed in the network's forward pass
         decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
         with norms.during(decayed) if hasattr(norms, "during") else nullcontext():
-            parts = found(model, guide, args, kwargs, runs)
-            if self._newly_at_draws(model, guide, args, kwargs, runs):
-                runs.clear()
-                parts = found(model, guide, args, kwargs, runs)
-        return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
+            outcome = self._estimate(call)
+            return self._estimate(call) if self._is_newly_at_draws(call, outcome.runs) else outcome
 
-    def _newly_at_draws(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: Sequence[Run]) -> bool:
+    def _is_newly_at_draws(self, call: _Call, runs: Sequence[Run]) -> bool:
         """Check what the sites depend on, in the first step and every hundredth; whether KLs change by that."""
-        key = (id(guide), *(name for of in (runs[0].model, runs[0].guide) for name in of)) if runs else (id(guide),)
+        key = (id(call.guide), *(name for run in runs[:1] for sites in (run.model, run.guide) for name in sites))
         if key == self._checked and (self.step % EVERY or not torch.is_grad_enabled()):
             return False
         with generators_kept(), torch.no_grad():
-            run = runs[0] if runs else self._get_trace(model, guide, args, kwargs)
-            before, leave_one_out = self.at_draws, self.estimator is not None and self.estimator.name == "leave_one_out"
-            run_model, run_guide = (partial(_under, program, args, kwargs) for program in (model, guide))
-            self.at_draws = check_dependence(run.model, run.guide, self.slab, run_model, run_guide, leave_one_out)
+            run = runs[0] if runs else self._get_trace(*call)
+            before = self.at_draws
+            run_model, run_guide = (partial(_run_under, program, call) for program in (call.model, call.guide))
+            self.at_draws = check_dependence(
+                run.model, run.guide, self.slab, run_model, run_guide, at_draws=self._is_leave_one_out
+            )
         self._checked = key
         return self.at_draws != before
 
     # ------------------------------------------------------------ three ways to a gradient
 
-    def _pathwise(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Parts:
-        """The terms of every particle, whose draws carry the gradient."""
-        parts: _Parts = {}
-        for run in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
-            runs.append(run)
-            self._add_run(parts, run)
-        return self._mean(parts, self.num_particles)
+    @property
+    def _is_leave_one_out(self) -> bool:
+        return self.estimator is not None and self.estimator.name == "leave_one_out"
 
-    def _leave_one_out(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Parts:
-        """The terms of every particle; the binary gates' gradient compares each particle with the others."""
+    def _estimate(self, call: _Call) -> _Outcome:
+        """The terms at draws that are made as the estimator asks."""
+        if self._is_leave_one_out:
+            return self._leave_one_out(call)
+        if self.estimator is not None and torch.is_grad_enabled():
+            return self._at_estimator_draws(self.estimator, call)
+        return self._pathwise(call)
+
+    def _pathwise(self, call: _Call) -> _Outcome:
+        """The terms of particles whose draws carry the gradient."""
+        runs = list(self._get_traces(*call))  # type: ignore[no-untyped-call]
+        return _Outcome(self._mean(self.sum_terms(runs), self.num_particles), runs)
+
+    def _leave_one_out(self, call: _Call) -> _Outcome:
+        """The terms of particles, each of which is compared with the others for the binary gates' gradient."""
+        runs: list[Run] = []
         has_gradient = torch.is_grad_enabled()
 
         def evaluate(of_guide: Record) -> _Parts:
-            run = self._run(model, of_guide, of_guide.sites, args, kwargs)._replace(at_draws=has_gradient)
+            run = self._run(call.model, of_guide, call.args, call.kwargs)._replace(at_draws=has_gradient)
             if not self.vectorize_particles:
                 runs.append(run)
-            return {**self._add_run({}, run), _LOG_Q: gates_log_prob(run.guide)}
+            return {**self.sum_terms([run]), _LOG_Q: gates_log_prob(run.guide)}
 
-        def run_guide() -> Record:
-            return record_run(guide, args, kwargs, self.step)
-
-        found = over_particles(evaluate, run_guide, guide, self.num_particles, self.vectorize_particles)
+        run_guide = partial(record_run, call.guide, call.args, call.kwargs, self.step)
+        found = over_particles(evaluate, run_guide, call.guide, self.num_particles, self.vectorize_particles)
         log_q = found.pop(_LOG_Q)
-        parts = {name: values.sum() for name, values in found.items()}
-        if not has_gradient:
-            return self._mean(parts, self.num_particles)
-        kl_scale = self.kl_scale_now()
-        loss = reduce(operator.add, (x * kl_scale if name in self._kls else x for name, x in found.items()))
-        temper = self.temper(self.step) if callable(self.temper) else self.temper
-        return self._mean(parts, self.num_particles, leave_one_out(loss, log_q, temper))
+        parts = self._mean({name: values.sum() for name, values in found.items()}, self.num_particles)
+        if has_gradient:
+            kl_scale = self.kl_scale_now()
+            loss = reduce(operator.add, (x * kl_scale if name in self._kls else x for name, x in found.items()))
+            temper = self.temper(self.step) if callable(self.temper) else self.temper
+            parts = _summed([parts, {"nll": leave_one_out(loss, log_q, temper)}])
+        return _Outcome(parts, runs)
 
-    def _estimate(
-        self, estimator: Estimators, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]
-    ) -> _Parts:
+    def _at_estimator_draws(self, estimator: Estimators, call: _Call) -> _Outcome:
         """The terms at draws of the binary gates that an estimator makes."""
-        of_guide = record_run(guide, args, kwargs, self.step)
+        runs: list[Run] = []
+        of_guide = record_run(call.guide, call.args, call.kwargs, self.step)
         gates = binary_gates(of_guide.sites)
         if not gates:
             raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
 
         def evaluate(values: Mapping[str, Tensor]) -> Evaluation:
-            return self.evaluate(model, of_guide, values, args, kwargs, runs)
+            runs.append(self._run(call.model, of_guide, call.args, call.kwargs, values))
+            return self._evaluation(runs[-1])
 
         evaluations, surrogate = estimator(evaluate, gates, self.num_particles)
-        parts: _Parts = {}
-        for evaluation in evaluations:
-            for name, value in evaluation.parts.items():
-                _add(parts, name, value)
-        return self._mean(parts, len(evaluations), surrogate)
+        parts = self._mean(_summed(evaluation.parts for evaluation in evaluations), len(evaluations))
+        return _Outcome(_summed([parts, {"nll": surrogate}]), runs)
 
-    def _mean(self, sums: _Parts, particles: int, surrogate: Tensor | None = None) -> _Parts:
-        """Terms as they enter the loss, of their sums over particles, and a surrogate for the gradient of gates."""
+    def _mean(self, sums: _Parts, particles: int) -> _Parts:
+        """Terms as they enter the loss, of their sums over particles."""
         kl_scale = self.kl_scale_now()
-        for name in sums:
-            factor = (kl_scale if name in self._kls else 1.0) / particles
-            if factor != 1.0:
-                sums[name] = sums[name] * factor
-        if surrogate is not None:
-            _add(sums, "nll", surrogate)
-        return sums
+        factors = {name: (kl_scale if name in self._kls else 1.0) / particles for name in sums}
+        return {name: value if factors[name] == 1.0 else value * factors[name] for name, value in sums.items()}
 
     # ------------------------------------------------------------ one run
 
     def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Run:
-        of_guide = record_run(guide, args, kwargs, self.step)
-        return self._run(model, of_guide, of_guide.sites, args, kwargs)
+        return self._run(model, record_run(guide, args, kwargs, self.step), args, kwargs)
 
-    def _run(self, model: Program, of_guide: Record, drawn: dict[str, Site], args: Args, kwargs: Kwargs) -> Run:
-        """A guide's run, whose sites have the values that are given, and the model's at these."""
+    def _run(
+        self, model: Program, of_guide: Record, args: Args, kwargs: Kwargs, values: Mapping[str, Tensor] | None = None
+    ) -> Run:
+        """A run of the guide, in which some sites may have other values, and one of the model at it."""
+        changed = {name: {**of_guide.sites[name], "value": value} for name, value in (values or {}).items()}
+        drawn = {**of_guide.sites, **changed}
         of_model = record_run(model, args, kwargs, self.step, drawn).sites
         return Run(of_model, as_in_model(of_model, drawn), of_guide.joint_draws)
 
     def evaluate(
-        self,
-        model: Program,
-        of_guide: Record,
-        values: Mapping[str, Tensor],
-        args: Args,
-        kwargs: Kwargs,
-        runs: list[Run] | None = None,
+        self, model: Program, of_guide: Record, values: Mapping[str, Tensor], args: Args, kwargs: Kwargs
     ) -> Evaluation:
-        """The objective at given values of some gates, which replace those of a guide's run.
+        """The objective at given values of some gates, which replace those of a guide's run."""
+        return self._evaluation(self._run(model, of_guide, args, kwargs, values))
 
-        The run at these values is added to ``runs``.
-        """
-        drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in of_guide.sites.items()}
-        run = self._run(model, of_guide, drawn, args, kwargs)
-        if runs is not None:
-            runs.append(run)
-        parts = self._add_run({}, run)
+    def _evaluation(self, run: Run) -> Evaluation:
+        parts = self.sum_terms([run])
         kl_scale = self.kl_scale_now()
         present = [term for term in self.objective_terms if term.name in parts]
         scaled = [(term, parts[term.name] * kl_scale if term.is_kl else parts[term.name]) for term in present]
@@ -390,11 +379,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         analytic = [part for term, part in scaled if not term.uses_draws]
         return Evaluation(parts, reduce(operator.add, cost) if cost else torch.zeros(()), analytic)
 
-    def _add_run(self, parts: _Parts, run: Run) -> _Parts:
-        """Add every term of a run to parts."""
-        for term, _, value in self._values(run):
-            _add(parts, term, value)
-        return parts
+    def sum_terms(self, runs: Iterable[Run]) -> _Parts:
+        """Every term, summed over the sites of some runs; without ``kl_scale``."""
+        return _summed({term: value} for run in runs for term, _, value in self._values(run))
 
     def _values(self, run: Run, apart: bool = False) -> Iterator[tuple[str, str, Tensor]]:
         """Terms, sites and values of one run, on request site by site."""
@@ -407,29 +394,23 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                         yield term.name, part.name, value
 
     @torch.no_grad()
-    def _explain(self, runs: Sequence[Run], model: Program, args: Args, kwargs: Kwargs) -> str:
-        """Which terms of some runs are not finite, and possible causes."""
-        bad: dict[str, str] = {}
-        causes = odd_arguments(model, args, kwargs)
-        for run in runs:
-            found = [(term, name, value) for term, name, value in self._values(run, apart=True) if number_of_bad(value)]
-            bad |= {f"{term} of site {name!r} is {float(value)}": name for term, name, value in found}
-            # If only an estimator's surrogate is not finite, any site may be the cause.
-            for name in bad.values() or run.model:
-                causes += [cause for of in (run.model, run.guide) if name in of for cause in bad_values(of[name])]
-        for option in (*NAMES, "kl_scale"):
-            value = getattr(self, option)
-            entries = value.values() if isinstance(value, dict) else [value]
-            causes += [f"{option} is not finite" for x in entries if not callable(x) and number_of_bad(x)]
-        what = ", ".join(bad) or "every term is finite by itself"
-        return f"{what}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
+    def _explain(self, outcome: _Outcome) -> str:
+        """Which terms are not finite, and at which sites."""
+        each = [found for run in outcome.runs for found in self._values(run, apart=True)]
+        bad = [f"{term} of site {name!r} is {float(x)}" for term, name, x in each if not torch.isfinite(x)]
+        sums = [f"{term} is {float(x)}" for term, x in outcome.parts.items() if not torch.isfinite(x)]
+        return ", ".join(dict.fromkeys(bad or sums)) or "every term is finite"
 
 
-def _under(program: Program, args: Args, kwargs: Kwargs, record: Record) -> None:
+def _run_under(program: Program, call: _Call, record: Record) -> None:
     with record:
-        program(*args, **kwargs)
+        program(*call.args, **call.kwargs)
 
 
-def _add(parts: _Parts, term: str, value: Tensor) -> None:
-    """Sum terms over sites and particles."""
-    parts[term] = parts[term] + value if term in parts else value
+def _summed(parts: Iterable[_Parts]) -> _Parts:
+    """Terms added up by name."""
+    sums: _Parts = {}
+    for each in parts:
+        for name, value in each.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return sums

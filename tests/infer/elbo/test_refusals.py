@@ -104,7 +104,7 @@ def test_a_likelihood_that_is_masked_for_now():
 
 @pytest.mark.parametrize("several", [False, True])
 def test_nan_in_the_first_step_of_a_guide(several):
-    """Its first call runs the model: the term, the model's argument and the step are named."""
+    """Its first call runs the model: the term and the step are named."""
 
     def model(x, y):
         logits = NETS[0](x)
@@ -120,9 +120,7 @@ def test_nan_in_the_first_step_of_a_guide(several):
         guide = AutoGate(model)
     x = X.clone()
     x[2, 1] = torch.nan
-    with pytest.raises(
-        ValueError, match=r"likelihood \(nll\) of the model failed at step 0, where argument 'x' holds 1 of"
-    ):
+    with pytest.raises(ValueError, match=r"likelihood \(nll\) of the model failed at step 0: .*found invalid values"):
         L0_ELBO("l0").differentiable_loss(model, guide, x, Y.float())
 
 
