@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -135,7 +136,6 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
         return "gaussian"
 
 
-_NOISE = 0.05  # of the largest log odds
 _WIDE = 15.0  # log odds at separated classes, up to which coefficients are within 3 % of their mean
 
 
@@ -213,14 +213,18 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         x, y, _ = self._data
         odds = x @ self.coef_.T + self.intercept_
         odds = odds if len(self.classes_) > 2 else np.hstack([np.zeros_like(odds), odds])
-        is_own = y[:, None] == np.arange(len(self.classes_))
-        margin = odds[is_own] - np.where(is_own, -np.inf, odds).max(1)
-        # The intercept is a mean of draws, whose noise may put one observation on the other side.
-        if margin.min() > -_NOISE * margin.max() and margin.max() > _WIDE:
+        classes = np.unique(y).astype(int)  # those of which a row has a weight
+        # Log odds of each observation's own class against the others.
+        against = {own: odds[y == own][:, [own]] - odds[y == own] for own in classes}
+        largest = max(np.delete(against[own], own, 1).min(1).max() for own in classes)
+        # A gap between any two classes, wherever it is: the means of the intercepts have the noise of draws.
+        pairs = combinations(classes, 2)
+        is_separated = all(against[one][:, other].min() + against[other][:, one].min() > 0 for one, other in pairs)
+        if is_separated and largest > _WIDE:
             warnings.warn(
-                f"The coefficients separate the classes, with log odds of up to {margin.max():.0f}: only the slab "
-                "bounds them, and their means may be a fifth too large, though inclusion probabilities are right. Set "
-                "a smaller slab_scale, such as 2.",
+                f"The coefficients separate the classes, with log odds of up to {largest:.0f}: only the slab bounds "
+                "them, and their means may be a fifth too large, though inclusion probabilities are right. Set a "
+                "smaller slab_scale, such as 2.",
                 stacklevel=3,
             )
 

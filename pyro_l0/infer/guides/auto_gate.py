@@ -323,7 +323,7 @@ class AutoGate(AutoGuide):
         self._is_scaled = masked or any(isinstance(x, Tensor) or x != 1 for x in scales)
         prototype.detach_()
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
-        warn_if_unmoved(what, list(modules.parameters()))
+        warn_if_unmoved(what, modules.parameters())
         with self._pyro_context:
             enter_store(self._full_names)
 

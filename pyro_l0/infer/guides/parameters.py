@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -145,20 +145,22 @@ class Displaced(Messenger):
             )
 
 
-def warn_if_unmoved(what: str, parameters: Sequence[nn.Parameter]) -> None:
-    """Warn once if a guide's first parameter has had a hundred gradients and all are where they began.
+def warn_if_unmoved(what: str, parameters: Iterable[nn.Parameter]) -> None:
+    """Warn once if a parameter of a guide has had a hundred gradients and all are where they began.
 
     An optimiser that was made before the guide's first call holds none of them, and the loss falls nevertheless, since
     the network is trained. ``what`` names the guide.
     """
-    start, number = [x.detach().clone() for x in parameters], itertools.count(1)
+    start = {x: x.detach().clone() for x in parameters if x.requires_grad}
+    gradients: Counter[Tensor] = Counter()
 
-    def note(_: Tensor) -> None:
-        if next(number) <= _PATIENCE:
+    def note(parameter: Tensor) -> None:
+        gradients[parameter] += 1
+        if gradients[parameter] <= _PATIENCE:
             return
-        hook.remove()
-        pairs = zip(parameters, start, strict=True)
-        if all(x.shape == old.shape and torch.equal(x.detach().to(old), old) for x, old in pairs):
+        for hook in hooks:
+            hook.remove()
+        if all(x.shape == old.shape and torch.equal(x.detach().to(old), old) for x, old in start.items()):
             warnings.warn(
                 f"The parameters of {what} have had gradients for {_PATIENCE} losses, but no optimiser has moved them. "
                 "A guide makes its parameters at its first call; call it once with the model's arguments before making "
@@ -166,4 +168,4 @@ def warn_if_unmoved(what: str, parameters: Sequence[nn.Parameter]) -> None:
                 stacklevel=2,
             )
 
-    hook = parameters[0].register_post_accumulate_grad_hook(note)
+    hooks = [x.register_post_accumulate_grad_hook(note) for x in start]

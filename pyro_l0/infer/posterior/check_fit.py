@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_l0.distributions.gate import inside_events
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.pairs import check_pair
@@ -91,15 +93,30 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
             continue
         if not site["is_observed"]:
             check_pair(name, site, guide.get(name))
-        value = log_prob(site)
-        if name in guide:
-            value = value - log_prob(guide[name])
-            if name in slab and not isinstance(guide[name]["fn"], Drawn):
-                gates = guide[gate_site(slab[name])]["value"]
-                opened = (alignment_of(name, slab[name], model, guide).of(gates) != 0).to(value.dtype)
-                value = value * opened.reshape(opened.shape[: value.dim()])
+        if name in slab and not isinstance(guide[name]["fn"], Drawn):
+            value = _open_log_ratio(name, slab[name], model, guide)
+        elif name in guide:
+            value = log_prob(site) - log_prob(guide[name])
+        else:
+            value = log_prob(site)
         found.append(value.sum())
     return torch.stack(found).sum()
+
+
+def _open_log_ratio(name: str, switch: Switch, model: Mapping[str, Site], guide: Mapping[str, Site]) -> Tensor:
+    """log p - log q of the entries of a slab whose gates are open, summed over events, in the shape of its batch."""
+    q, p = inside_events(guide[name]["fn"]), inside_events(model[name]["fn"])
+    if q.event_dim != p.event_dim:
+        q, p = guide[name]["fn"], model[name]["fn"]
+    joint: int = q.event_dim  # dimensions of entries that have no densities of their own, and share a gate
+    value = guide[name]["value"]
+    alignment = alignment_of(name, switch, model, guide)
+    is_open = alignment.of(guide[gate_site(switch)]["value"]) != 0
+    is_open = is_open.reshape(is_open.shape[: is_open.dim() - joint])
+    ratio = (p.log_prob(value) - q.log_prob(value)) * is_open
+    site = model[name]
+    total: Tensor = scale_and_mask(sum_rightmost(ratio, site["fn"].event_dim - joint), site["scale"], site["mask"])
+    return total
 
 
 def _is_drawn(site: Site) -> bool:

@@ -1,5 +1,6 @@
 """The parts of a correlated guide, each by itself: gates, other latents, rates, draws, gradient and evidence."""
 
+import contextlib
 import itertools
 import math
 
@@ -10,7 +11,7 @@ import torch
 from pyro import poutine
 
 from pyro_l0 import BernoulliGate
-from pyro_l0.infer import L0_ELBO
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, fit
 from pyro_l0.infer.elbo.estimators import leave_one_out
 from pyro_l0.infer.guides.correlated import GateChain, HyperPosterior
 from pyro_l0.infer.posterior.check_fit import Evidence, log_ratios
@@ -235,6 +236,48 @@ def test_log_ratios_of_the_exact_posterior_are_the_evidence(mapped):
     assert evidence.importance_weighted == pytest.approx(exact, rel=1e-9)
     assert evidence.effective == pytest.approx(1.0)
     assert evidence.standard_error < 1e-8
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize(
+    ("gates", "gate_events", "slabs", "slab_events", "plate"),
+    [
+        ((2,), 1, (2,), 1, None),
+        ((2, 1), 2, (2, 3), 2, None),
+        ((2, 3), 2, (2, 3), 2, None),
+        ((2, 3), 1, (2, 3), 1, 2),
+        ((2,), 0, (2, 3), 1, 2),
+    ],
+)
+def test_log_ratios_of_slabs_in_events(gates, gate_events, slabs, slab_events, plate, mapped):
+    """A mean field that is the posterior of normal means: every draw has the evidence, by a sum over all gates."""
+    y = X.flatten()[: math.prod(slabs)].view(slabs)
+
+    def means():
+        with pyro.plate("rows", plate) if plate else contextlib.nullcontext():
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)).expand(gates).to_event(gate_events))
+            w = pyro.sample("w", dist.Normal(X.new_zeros(slabs), TAU).to_event(slab_events))
+            open_w = w * z.reshape(*z.shape, *[1] * (len(slabs) - len(gates)))
+            pyro.sample("y", dist.Normal(open_w, SIGMA).to_event(slab_events), obs=y)
+
+    zero, wide = X.new_zeros(()), math.hypot(SIGMA, TAU)
+    each = dist.Normal(zero, wide).log_prob(y) - dist.Normal(zero, SIGMA).log_prob(y)
+    by_gate = each.reshape(*gates, -1).sum(-1)
+    states = all_gates(by_gate.numel())
+    log = states @ by_gate.flatten() + dist.Bernoulli(X.new_full(states.shape, RATE)).log_prob(states).sum(-1)
+    exact = log.logsumexp(0) + dist.Normal(zero, SIGMA).log_prob(y).sum()
+    guide = AutoSpikeSlab(means, SLAB)
+    guide()
+    variance = 1 / (SIGMA**-2 + TAU**-2)
+    with torch.no_grad():
+        guide.sites["z"]["logits"].copy_(by_gate + math.log(RATE / (1 - RATE)))
+        guide.sites["w"]["loc"].copy_(variance * y / SIGMA**2)
+        guide.sites["w"]["log_scale"].fill_(0.5 * math.log(variance))
+    pyro.set_rng_seed(4)
+    ratios = log_ratios(means, guide, (), {}, mapped)[0](20)
+    torch.testing.assert_close(ratios, exact.expand(20), rtol=1e-9, atol=0)
+    found = fit(means, guide, steps=100, num_particles=4, learning_rate=1e-4, seed=0)
+    assert found.log_evidence == pytest.approx(float(exact), abs=1e-3)
 
 
 def test_an_exact_posterior_has_no_gradient():

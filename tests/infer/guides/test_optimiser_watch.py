@@ -64,6 +64,33 @@ def test_optimiser_made_before_the_first_call(module, clear_all, scheduled):
     assert "call it once with the model's arguments before making an optimiser" in str(seen[0].message)
 
 
+@pytest.mark.parametrize("freeze_first", [False, True])
+def test_gates_behind_a_frozen_site(freeze_first):
+    """A first site that is frozen, or that no loss depends on: the others are watched."""
+
+    def model(x):
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", HardConcrete.from_active_prob(0.5).expand([4]).to_event(1))
+        pyro.sample("y", dist.Normal(x @ z, 0.5).to_event(1), obs=x[:, 0])
+
+    called, guide = AutoGate(model), AutoGate(model)
+    called(X)
+    guide.load_state_dict(called.state_dict())
+    if freeze_first:
+        guide.sites["a"].requires_grad_(False)
+
+    def loss(x):
+        return -guide(x)["z"].sum()
+
+    with pytest.warns(UserWarning, match="no optimiser has moved them"):
+        train(loss, steps=110)
+    guide.requires_grad_(False)
+    again = AutoGate(model)
+    again.load_state_dict(guide.state_dict())
+    again.requires_grad_(False)
+    again(X)  # nothing to watch
+
+
 def test_a_part_of_a_list_of_guides():
     """A list's parameters that were read before its first call; each guide speaks for its own sites."""
     scale = nn.Parameter(torch.zeros(()))
