@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.second_order import BATCH, Quadratic
+from pyro_l0.maths.second_order import BATCH, Quadratic, open_positions
 
 
 class CollapsedQuadratic:
@@ -264,17 +264,6 @@ def opened(gates: Tensor, gate_of: Tensor) -> Tensor:
     """The gate of every element, or the product of its gates, shape ``(..., p)``; -1 is none, which counts as 1."""
     own = torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
     return own if gate_of.dim() == 1 else own.prod(-1)
-
-
-def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the true entries of each row, padded with 0, and which are no padding; at least one column."""
-    row, element = on.nonzero(as_tuple=True)
-    count = on.sum(1)
-    slot = torch.arange(len(row), device=on.device) - (count.cumsum(0) - count)[row]
-    index = row.new_zeros(len(on), max(int(count.max()), 1) if len(on) else 1)
-    valid = torch.zeros_like(index, dtype=torch.bool)
-    index[row, slot], valid[row, slot] = element, True
-    return index, valid
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:

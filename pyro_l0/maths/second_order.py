@@ -10,9 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Objective", "Point", "Step", "find_maximum", "jacobian", "slope_and_curvature"]
-
-
 # Numbers that one batch of work may hold, and rows of a design's A that are kept: 128 MB and 256 MB of float64.
 BATCH = 2**24
 KEPT = 2**25
@@ -128,60 +125,53 @@ class Step(NamedTuple):
 
     moves: Point
     gain: Tensor  # slope . step, shape (S,)
-    settled: Tensor  # which points need no further step, shape (S,); they take this one without a check
-    curvature: Tensor  # what the objective keeps of the second derivatives
+    converged: Tensor  # which points need no further step, shape (S,); they take this one without a check
+    curvature: Tensor  # what is to be kept of the second derivatives
 
 
-class Objective(Protocol):
-    """S functions to be maximised."""
-
-    def value(self, point: Point) -> Tensor:
-        """Shape ``(S,)``."""
-        ...
-
-    def step(self, point: Point, value: Tensor) -> Step:
-        """The Newton step from a point of known values."""
-        ...
+# The values of S functions, shape ``(S,)``, and the Newton step from points of known values.
+Value = Callable[[Point], Tensor]
+NextStep = Callable[[Point, Tensor], Step]
 
 
-def find_maximum(objective: Objective, point: Point, advice: str = "") -> tuple[Point, Tensor, Step]:
+def maximise(value_at: Value, step_from: NextStep, point: Point, advice: str = "") -> tuple[Point, Tensor, Step]:
     """Take Newton steps, each halved until it gains enough: the last point, its values, and the step to take next.
 
     The advice ends the warning of maxima that were not found.
     """
-    value = objective.value(point)
-    step = objective.step(point, value)
+    value = value_at(point)
+    step = step_from(point, value)
     for _ in range(_ITERATIONS):
-        if bool(step.settled.all()):
+        if bool(step.converged.all()):
             break
-        point, value, moved = _ascended(objective, point, value, step)
+        point, value, moved = _ascended(value_at, point, value, step)
         if not moved:
             break
-        step = objective.step(point, value)
+        step = step_from(point, value)
     else:
         if advice:
             warnings.warn(
-                f"Newton's method has not found the mode of {int((~step.settled).sum())} of {len(value)} gate vectors "
-                f"in {_ITERATIONS} steps; their evidence is too small. {advice}",
+                f"Newton's method has not found the mode of {int((~step.converged).sum())} of {len(value)} gate "
+                f"vectors in {_ITERATIONS} steps; their evidence is too small. {advice}",
                 UserWarning,
                 stacklevel=5,
             )
     return point, value, step
 
 
-def _ascended(objective: Objective, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, bool]:
+def _ascended(value_at: Value, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, bool]:
     """Points after the longest of the halved steps that gains enough, their values, and whether any has moved."""
     length = torch.ones_like(value)
     for _ in range(_HALVINGS):
         with torch.no_grad():
             there = _moved(point, step.moves, length)
-            new = objective.value(there)
-        enough = step.settled | ((new - value >= _ARMIJO * length * step.gain) & (new < math.inf))
+            new = value_at(there)
+        enough = step.converged | ((new - value >= _ARMIJO * length * step.gain) & (new < math.inf))
         if bool(enough.all()):
             return there, new, True
         length = torch.where(enough, length, 0.5 * length)
     there = _moved(point, step.moves, torch.where(enough, length, 0.0))
-    return there, torch.where(enough, new, value), bool((enough & ~step.settled).any())
+    return there, torch.where(enough, new, value), bool((enough & ~step.converged).any())
 
 
 def _moved(point: Point, moves: Point, length: Tensor) -> Point:
@@ -212,3 +202,88 @@ def slope_and_curvature(function: Callable[[Tensor], Tensor], at: Tensor, least:
         values, vectors = torch.linalg.eigh(curvature.double())
         curvature = ((vectors * values.clamp(min=least)) @ vectors.mT).to(curvature)
     return slope.detach(), curvature
+
+
+def quadratic_at(function: Callable[[Tensor], Tensor], at: Tensor) -> DenseQuadratic:
+    """A function of coefficients to second order at some of them, shape ``(p,)``, made concave where it is not."""
+    slope, matrix = slope_and_curvature(function, at, least=0.0)
+    return DenseQuadratic(matrix, slope + matrix @ at)
+
+
+LogLikelihood = Callable[[Tensor], Tensor]
+
+_AT_ONCE = 1024  # gate vectors whose graphs are held together
+
+
+class Laplace(NamedTuple):
+    """Laplace's approximation for each of S gate vectors."""
+
+    log_evidence: Tensor  # log of the integral of likelihood times slabs, shape (S,)
+    mode: Tensor  # the coefficients at its maximum, zero behind closed gates, shape (S, p)
+
+
+def laplace(log_likelihood: LogLikelihood, z: Tensor, scale: float | Tensor, start: Tensor | None = None) -> Laplace:
+    """Laplace's approximation of the evidence of each vector of gates, exact where the log likelihood is quadratic.
+
+    Gates z have the shape ``(S, p)``; the slabs' scale and the coefficients to start from, zero by default, have that
+    shape or ``(p,)``. The modes are found side by side by Newton's method with backtracking. Directions in which the
+    log posterior is convex count by the size of their curvature, so that each step ascends.
+    """
+    like = z if start is None else start
+    scale = torch.as_tensor(scale, dtype=like.dtype, device=like.device)
+    unit = scale.expand(z.shape)
+    begin = torch.zeros_like(unit) if start is None else start.expand(z.shape)
+    batches = zip(*(x.split(_AT_ONCE) for x in (z, unit, begin)), strict=True)
+    parts = [_laplace(log_likelihood, *batch) for batch in batches]
+    return Laplace(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Tensor) -> Laplace:
+    index, valid = open_positions(z.bool())
+    unit = scale.gather(1, index) * valid  # of the open elements; 0 at a padding
+
+    def coefficients(x: Tensor) -> Tensor:
+        """From those of the open elements, in units of their scales."""
+        return x.new_zeros(z.shape).scatter_add(1, index, x * unit)
+
+    def value_at(point: Point) -> Tensor:
+        beta = coefficients(point[0])
+        value = log_likelihood(beta)
+        if value.shape != beta.shape[:1]:
+            raise ValueError(
+                f"Expected a log likelihood of shape ({len(beta)},) for coefficients of shape {tuple(beta.shape)}, but "
+                f"got {tuple(value.shape)}."
+            )
+        return value - 0.5 * point[0].square().sum(1)
+
+    def step_from(point: Point, value: Tensor) -> Step:
+        """By the sizes of the Hessian's eigenvalues, which are kept."""
+        with torch.enable_grad():
+            x = point[0].detach().requires_grad_()
+            (slope,) = torch.autograd.grad(value_at((x,)).sum(), x, create_graph=True)
+            columns = [torch.autograd.grad(s.sum(), x, retain_graph=True)[0] for s in slope.unbind(1)]
+        slope, hessian = slope.detach(), torch.stack(columns, 2)
+        values, vectors = torch.linalg.eigh(-0.5 * (hessian + hessian.mT))
+        tiny = 10 * torch.finfo(x.dtype).eps
+        sizes = values.abs().clamp(min=tiny)
+        step = (vectors @ ((vectors.mT @ slope[:, :, None]) / sizes[:, :, None])).squeeze(2)
+        gain = (slope * step).sum(1)
+        converged = ~(gain > tiny * (1 + value.abs()))
+        return Step((step * ~converged[:, None],), gain, converged, values.clamp(min=tiny))
+
+    x = torch.where(unit > 0, start.gather(1, index) / unit, 0.0)
+    if not bool(torch.isfinite(value_at((x,))).all()):
+        raise ValueError("Expected a log likelihood that is finite where the search for the mode starts; set start.")
+    (x,), value, step = maximise(value_at, step_from, (x,), "Look for a likelihood that grows without bound.")
+    return Laplace(value - 0.5 * step.curvature.log().sum(1), coefficients(x))
+
+
+def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of the true entries of each row, padded with 0, and which are no padding; at least one column."""
+    row, element = on.nonzero(as_tuple=True)
+    count = on.sum(1)
+    slot = torch.arange(len(row), device=on.device) - (count.cumsum(0) - count)[row]
+    index = row.new_zeros(len(on), max(int(count.max()), 1) if len(on) else 1)
+    valid = torch.zeros_like(index, dtype=torch.bool)
+    index[row, slot], valid[row, slot] = element, True
+    return index, valid

@@ -39,7 +39,7 @@ from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, col
 from pyro_l0.infer.guides.summaries import JointDraws
 from pyro_l0.infer.runs import Args, Kwargs, each
 from pyro_l0.infer.slabs import Part, Switch, alignment_of, check_used, gate_site, switches_of
-from pyro_l0.maths.laplace import LogLikelihood
+from pyro_l0.maths.second_order import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
 

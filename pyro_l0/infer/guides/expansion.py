@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.guides.mean_field import MEAN_FIELD, Layout
 from pyro_l0.infer.runs import log_prob
-from pyro_l0.maths.collapsed import SlabGivenGates, open_positions, opened, slab_given_gates
-from pyro_l0.maths.second_order import Point, Step, find_maximum, jacobian, slope_and_curvature
+from pyro_l0.maths.collapsed import SlabGivenGates, opened, slab_given_gates
+from pyro_l0.maths.second_order import Point, Step, jacobian, maximise, open_positions, slope_and_curvature
 
 _LEAST_CURVATURE = 1e-6
 _LEAST_GAIN = 1e-7  # of a Newton step, relative
@@ -193,12 +193,12 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
     slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device)
     loc, scale = (x.detach() for x in model.slab_prior(hyper))
     for _ in range(_ROUNDS if len(hyper) else 1):
-        slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
+        slabs, curvature = _mode(model, slabs, hyper, loc, scale)
         if len(hyper):
             hyper = _hyper_mode(model, slabs, hyper, held, curvature, scale)
             loc, scale = (x.detach() for x in model.slab_prior(hyper))
     if len(hyper):
-        slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
+        slabs, curvature = _mode(model, slabs, hyper, loc, scale)
     at, theta = slabs.clone().requires_grad_(), hyper.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model.log_likelihood(at, theta), at, create_graph=True)
     exponents = _exponents(model, slabs, hyper)
@@ -219,35 +219,29 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
     )
 
 
-def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Mode of log likelihood and Gaussian prior by Newton's method, and the likelihood's curvature there.
 
     The curvature is the negative Hessian with eigenvalues of at least 1e-6.
     """
-    (mode,), _, step = find_maximum(_Density(model, hyper, loc, scale), (slabs[None],))
-    return mode[0], step.curvature
 
+    def likelihood(x: Tensor) -> Tensor:
+        return model.log_likelihood(x, hyper)
 
-class _Density(NamedTuple):
-    """Log likelihood and Gaussian prior of the slabs; an objective of one row."""
-
-    model: OpenModel
-    hyper: Tensor
-    loc: Tensor
-    scale: Tensor
-
-    def value(self, point: Point) -> Tensor:
+    def value_at(point: Point) -> Tensor:
         x = point[0][0]
-        return (self.model.log_likelihood(x, self.hyper) - 0.5 * ((x - self.loc) / self.scale).square().sum())[None]
+        return (likelihood(x) - 0.5 * ((x - loc) / scale).square().sum())[None]
 
-    def step(self, point: Point, value: Tensor) -> Step:
-        """With the likelihood's curvature."""
+    def step_from(point: Point, value: Tensor) -> Step:
         x = point[0][0]
-        slope, curvature = slope_and_curvature(lambda x: self.model.log_likelihood(x, self.hyper), x, _LEAST_CURVATURE)
-        slope = slope - (x - self.loc) / self.scale / self.scale
-        step = torch.linalg.solve(curvature + torch.diag(self.scale**-2), slope)
+        slope, curvature = slope_and_curvature(likelihood, x, _LEAST_CURVATURE)
+        slope = slope - (x - loc) / scale / scale
+        step = torch.linalg.solve(curvature + torch.diag(scale**-2), slope)
         gain = (step @ slope)[None]
         return Step((step[None],), gain, ~(gain > _LEAST_GAIN * value.abs().clamp(min=1.0)), curvature)
+
+    (mode,), _, step = maximise(value_at, step_from, (slabs[None],))
+    return mode[0], step.curvature
 
 
 def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:

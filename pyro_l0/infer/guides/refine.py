@@ -19,9 +19,8 @@ from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.guides.summaries import JointDraws
 from pyro_l0.infer.slabs import Alignment, Switch
 from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.laplace import LogLikelihood, gibbs_by_expansion
-from pyro_l0.maths.second_order import DenseQuadratic
-from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, collapsed_mean_field, tempered_gibbs
+from pyro_l0.maths.second_order import DenseQuadratic, LogLikelihood
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, collapsed_mean_field, gibbs_by_expansion, tempered_gibbs
 
 __all__ = ["Method", "RefinedPosterior", "refined"]
 

@@ -19,8 +19,7 @@ from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.refine import is_quadratic
 from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
 from pyro_l0.infer.slabs import Drawn, Switch, alignment_of, gate_site
-from pyro_l0.maths.laplace import reweighted
-from pyro_l0.maths.tempered_gibbs import tempered_gibbs
+from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
 
 __all__ = ["FitCheck", "check_fit"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.second_order import Point, Step, find_maximum
+from pyro_l0.maths.second_order import Point, Step, maximise
 from pyro_l0.selection.methods.grid import (
     Grid,
     Group,
@@ -161,46 +161,39 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
     """The mode of coefficients with independent normal priors around zero, by Newton's method.
 
     Of each gate vector there are its features, shape ``(s, m, n)``, the priors' precisions, ``(s, m)``, and
-    coefficients to start from, ``(s, m, K)``.
+    coefficients to start from, ``(s, m, K)``. The points of the search hold linear predictors beside the coefficients.
     """
-    objective = _Objective(likelihood, columns, precision[:, :, None])
+    by_output = precision[:, :, None]
+
+    def value_at(point: Point) -> Tensor:
+        x, eta = point
+        return likelihood.value(eta) - 0.5 * (by_output * x.square()).sum((1, 2))
+
+    def step_from(point: Point, value: Tensor) -> Step:
+        """With the Cholesky factor of minus the Hessian, shape ``(s, m K, m K)``."""
+        x, eta = point
+        residual, weights = likelihood.derivatives(eta)
+        s, m, outputs = x.shape
+        hessian = x.new_empty(s, m, outputs, m, outputs)
+        for a in range(outputs):
+            for b in range(a + 1):
+                block = (columns * weights[:, None, :, a, b]) @ columns.mT
+                hessian[:, :, a, :, b] = hessian[:, :, b, :, a] = block
+        hessian = hessian.reshape(s, m * outputs, m * outputs)
+        hessian.diagonal(dim1=1, dim2=2).add_(by_output.expand_as(x).flatten(1))
+        root = torch.linalg.cholesky(hessian)
+        slope = columns @ residual - by_output * x
+        step = torch.cholesky_solve(slope.flatten(1)[:, :, None], root).reshape(x.shape)
+        gain = (slope * step).sum((1, 2))
+        return Step((step, columns.mT @ step), gain, gain < _GAIN, root)
+
     point = start, columns.mT @ start
-    (x, _), value, step = find_maximum(objective, point, "Look for features of very different sizes.")
+    (x, _), value, step = maximise(value_at, step_from, point, "Look for features of very different sizes.")
     root = step.curvature
     log_det = root.diagonal(dim1=1, dim2=2).log().sum(1)
     half_prior = 0.5 * x.shape[2] * precision.log().sum(1)
     # The last step gains less than _GAIN: it is taken without a check.
     return Mode(likelihood, columns, x + step.moves[0], root, value + 0.5 * step.gain + half_prior - log_det)
-
-
-class _Objective(NamedTuple):
-    """Log likelihood plus log prior, but for a constant, of coefficients and their linear predictors."""
-
-    likelihood: Likelihood
-    columns: Tensor  # features, shape (s, m, n)
-    precision: Tensor  # of the priors, shape (s, m, 1)
-
-    def value(self, point: Point) -> Tensor:
-        x, eta = point
-        return self.likelihood.value(eta) - 0.5 * (self.precision * x.square()).sum((1, 2))
-
-    def step(self, point: Point, value: Tensor) -> Step:
-        """With the Cholesky factor of minus the Hessian, shape ``(s, m K, m K)``."""
-        x, eta = point
-        residual, weights = self.likelihood.derivatives(eta)
-        s, m, outputs = x.shape
-        hessian = x.new_empty(s, m, outputs, m, outputs)
-        for a in range(outputs):
-            for b in range(a + 1):
-                block = (self.columns * weights[:, None, :, a, b]) @ self.columns.mT
-                hessian[:, :, a, :, b] = hessian[:, :, b, :, a] = block
-        hessian = hessian.reshape(s, m * outputs, m * outputs)
-        hessian.diagonal(dim1=1, dim2=2).add_(self.precision.expand_as(x).flatten(1))
-        root = torch.linalg.cholesky(hessian)
-        slope = self.columns @ residual - self.precision * x
-        step = torch.cholesky_solve(slope.flatten(1)[:, :, None], root).reshape(x.shape)
-        gain = (slope * step).sum((1, 2))
-        return Step((step, self.columns.mT @ step), gain, gain < _GAIN, root)
 
 
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.laplace import sampled_on_expansions
 from pyro_l0.maths.second_order import Quadratic, quadratic_of
-from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk, sampled_target
+from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk, sampled_on_expansions, sampled_target
 from pyro_l0.selection.methods.gaussian_states import GaussianStates
 from pyro_l0.selection.methods.grid import gate_prior, log_half_cauchy, log_half_normal, smallest_noise
 from pyro_l0.selection.methods.laplace_states import laplace, laplace_draws, likelihood_of

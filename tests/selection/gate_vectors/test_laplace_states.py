@@ -8,7 +8,7 @@ import torch
 from pyro import distributions as dist
 from scipy import stats
 
-from pyro_l0.maths.laplace import laplace_evidence
+from pyro_l0.maths import second_order
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
 from pyro_l0.selection.methods.laplace_states import LaplaceStates, laplace, likelihood_of
 from pyro_l0.selection.problem import Prior, Problem
@@ -49,7 +49,8 @@ def general(problem, z, scale):
         eta = x @ beta.reshape(len(beta), -1, outputs)
         return OBSERVED[problem.family](eta).log_prob(problem.y).sum(1)
 
-    return laplace_evidence(log_likelihood, z.repeat_interleave(outputs, 1).double(), scales.repeat_interleave(outputs))
+    elements, scales = z.repeat_interleave(outputs, 1).double(), scales.repeat_interleave(outputs)
+    return second_order.laplace(log_likelihood, elements, scales)
 
 
 @pytest.mark.parametrize("intercept", [True, False])
