@@ -1,8 +1,7 @@
 """The gate families that the shared tests run on: one line per family, at the end.
 
-A family brings its class, its slow twin, representative parameters, extreme parameters and its
-mirror image (the parameters of ``1 - z``). Every test that takes a ``family`` or a ``gate`` then
-runs on it.
+A family brings its class, its slow twin, representative and extreme parameters. Every test that takes a ``family`` or a
+``gate`` then runs on it.
 """
 
 from collections.abc import Callable
@@ -51,7 +50,6 @@ class Family:
     parameters: tuple[Parameters, ...]
     extremes: tuple[Parameters, ...]
     random: Callable[[float, float, tuple[float, float]], Parameters]
-    mirror: Callable[[Parameters], Parameters] | None = None
     interior: bool = True
 
 
@@ -124,28 +122,6 @@ def mixture_with_uniform(logits, beta, epsilon, gamma=-0.1, zeta=1.1):
 
 def bernoulli(logits):
     return dict(logits=logits)
-
-
-def mirror_bernoulli(parameters):
-    """1 - z is a Bernoulli gate of the opposite log odds."""
-    return bernoulli(-parameters["logits"])
-
-
-def mirror_mixture(parameters):
-    """1 - z is a mixture of the opposite weight and the mirrored stretch."""
-    gamma, zeta = 1 - parameters["zeta"], 1 - parameters["gamma"]
-    return dict(parameters, logits=-parameters["logits"], gamma=gamma, zeta=zeta)
-
-
-def mirror_hc(parameters):
-    """1 - z is a hard concrete of the opposite location and the mirrored stretch."""
-    gamma, zeta = 1 - parameters["zeta"], 1 - parameters["gamma"]
-    return hard_concrete(-parameters["log_alpha"], parameters["temperature"], gamma, zeta)
-
-
-def mirror_rn(parameters):
-    """1 - z is a rectified normal around the mirrored location."""
-    return rectified_normal(1 - parameters["loc"], parameters["scale"])
 
 
 HC = (
@@ -237,19 +213,18 @@ def random_mixture_with_uniform(x, y, stretch):
 
 
 FAMILIES = (
-    Family(HardConcrete, HardConcreteReference, HC, HC_EXTREMES, random_hc, mirror_hc),
-    Family(RectifiedNormal, RectifiedNormalReference, RN, RN_EXTREMES, random_rn, mirror_rn),
+    Family(HardConcrete, HardConcreteReference, HC, HC_EXTREMES, random_hc),
+    Family(RectifiedNormal, RectifiedNormalReference, RN, RN_EXTREMES, random_rn),
     Family(HardKumaraswamy, HardKumaraswamyReference, HK, HK_EXTREMES, random_hk),
-    Family(ExponentialGate, ExponentialReference, EXP, EXP_EXTREMES, random_mixture, mirror_mixture),
+    Family(ExponentialGate, ExponentialReference, EXP, EXP_EXTREMES, random_mixture),
     Family(
         ExponentialUniformGate,
         ExponentialUniformReference,
         EXP_UNI,
         EXP_UNI_EXTREMES,
         random_mixture_with_uniform,
-        mirror_mixture,
     ),
-    Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture, mirror_mixture),
+    Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture),
 )
 # Atoms alone: what the contract says of densities and pathwise draws does not concern them.
 ATOMIC = (
@@ -259,7 +234,6 @@ ATOMIC = (
         BERNOULLI,
         BERNOULLI_EXTREMES,
         random_bernoulli,
-        mirror_bernoulli,
         interior=False,
     ),
 )

@@ -193,6 +193,10 @@ class BernoulliReference(GateReference):
     def breakpoints(self):
         return []
 
+    @property
+    def entropy(self):
+        return -self.p0 * mp.log(self.p0) - self.p1 * mp.log(self.p1)
+
 
 class StretchedReference(GateReference):
     """A variable s on (0, 1), stretched to (gamma, zeta) and clipped."""

@@ -10,7 +10,7 @@ from pyro.infer import SVI, TraceEnum_ELBO
 from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import BernoulliGate, HardConcrete, PowerLawGate, RectifiedNormal
-from tests.reference import BernoulliReference, HardConcreteReference, mp
+from tests.reference import BernoulliReference, HardConcreteReference
 
 LOGITS = torch.tensor([[-90.0, -3.0], [-0.5, 0.0], [2.0, 90.0]], dtype=torch.float64)
 
@@ -18,29 +18,6 @@ LOGITS = torch.tensor([[-90.0, -3.0], [-0.5, 0.0], [2.0, 90.0]], dtype=torch.flo
 @pytest.fixture
 def gate():
     return BernoulliGate(logits=LOGITS)
-
-
-def test_against_the_slow_twin(gate):
-    for name in ("mean", "variance", "entropy", "active_prob"):
-        values = gate.entropy() if name == "entropy" else getattr(gate, name)
-        for value, logits in zip(values.flatten(), LOGITS.flatten().tolist(), strict=True):
-            twin = BernoulliReference(logits)
-            p0, p1 = twin.below(0), twin.above(0)
-            expected = {
-                "mean": p1,
-                "variance": p0 * p1,
-                "active_prob": p1,
-                "entropy": -p0 * mp.log(p0) - p1 * mp.log(p1),
-            }[name]
-            assert value.item() == pytest.approx(float(expected), rel=1e-13)
-
-
-def test_mode():
-    """As Pyro's Bernoulli distribution; gates with a density have none, as a mass and a density do not compare."""
-    logits = torch.tensor([-1.0, 0.0, 2.0])
-    torch.testing.assert_close(BernoulliGate(logits=logits).mode, dist.Bernoulli(logits=logits).mode, equal_nan=True)
-    with pytest.raises(NotImplementedError, match="does not implement mode"):
-        _ = HardConcrete(logits).mode
 
 
 def test_enumeration(gate):
@@ -121,8 +98,3 @@ def test_what_it_refuses(gate):
     for bad in ({"probs": 0.0}, {"probs": 1.0}, {"probs": 1.5}, {"logits": math.nan}):
         with pytest.raises(ValueError, match="logits"):
             BernoulliGate(**bad, validate_args=True)
-
-
-def test_from_active_prob():
-    rates = torch.tensor([1e-6, 0.3, 0.999], dtype=torch.float64)
-    torch.testing.assert_close(BernoulliGate.from_active_prob(rates).active_prob, rates)

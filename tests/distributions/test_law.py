@@ -10,7 +10,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from pyro.distributions.testing.gof import auto_goodness_of_fit
 from scipy import stats
 
 from pyro_l0.distributions import HardConcrete
@@ -93,30 +92,6 @@ def test_no_quantile_outside_of_the_unit_interval(case):
     """NaN, as torch's distributions have, for each number below 0 or above 1."""
     u = torch.tensor([-1.0, -1e-9, 0.5, 1 + 1e-9, 2.0, math.nan], dtype=torch.float64)
     assert case.gate().icdf(u).isnan().tolist() == [True, True, False, True, True, True]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_atoms_are_hit_as_often_as_their_mass_says(case, dtype):
-    """A binomial test for each atom, on draws that equal it exactly."""
-    torch.manual_seed(11)
-    count = 100_000
-    gate = case.gate(dtype)
-    draws = gate.sample((count,))
-    assert ((draws >= 0) & (draws <= 1)).all()
-    for atom, log_mass in ((0, gate.log_prob_zero), (1, gate.log_prob_one)):
-        hits = int((draws == atom).sum())
-        mass = min(1.0, float(log_mass.exp()))
-        assert stats.binomtest(hits, count, mass).pvalue > SMALLEST_P_VALUE, atom
-
-
-@interior
-def test_the_interior_fits_the_density(gate):
-    """Pyro's goodness of fit on the draws strictly inside, under the conditional density."""
-    torch.manual_seed(12)
-    draws = gate.rsample((40_000,))
-    inside = draws[(draws > 0) & (draws < 1)]
-    density = (gate.log_prob(inside) - gate.log_interior_prob).exp()
-    assert auto_goodness_of_fit(inside, density) > SMALLEST_P_VALUE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
