@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "maths": {"fast"},
     "distributions": {"maths"},
     "infer": {"maths", "fast", "distributions"},
-    "nn": {"fast", "distributions"},
+    "nn": {"fast", "distributions", "infer"},
     "compaction": {"nn"},
     "bayes": {"distributions", "nn", "compaction"},
     "diagnostics": {"maths", "fast", "distributions", "infer", "nn"},

@@ -17,9 +17,9 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.distributions.stretched import integrate
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.parameters import GateGuide, check_guide
+from pyro_l0.infer.record import Record
 from pyro_l0.infer.runs import Program
 from pyro_l0.maths.quadrature import Nodes, Stretch
 

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_map
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import active_prob, find_gate, inside_events
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.fast.record import Site, is_deterministic, is_likelihood
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.expansion import run_at
 from pyro_l0.infer.guides.refine import RefinedPosterior
 from pyro_l0.infer.guides.summaries import import_arviz
 from pyro_l0.infer.posterior.mcmc import PosteriorSamples
+from pyro_l0.infer.record import Site, is_deterministic, is_likelihood
 from pyro_l0.infer.runs import Args, Kwargs, Program, record_run, seeded
 from pyro_l0.infer.slabs import Switch, alignment_of, gate_site, product_name, switches_of
 

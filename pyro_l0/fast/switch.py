@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["Door", "disabled", "is_open"]
 
-Door = Literal["record", "joint_draws", "kl", "deferred_products", "recorded_norms"]
+Door = Literal["record", "joint_draws", "kl", "deferred_products"]
 
 _closed: ContextVar[frozenset[Door]] = ContextVar("_closed", default=frozenset())
 
@@ -26,8 +26,7 @@ def disabled(*doors: Door) -> Iterator[None]:
         doors: names of the faster ways to close; all if none is given. ``"record"``: a loss records sites without
             Pyro's messages, and so can draw jointly. ``"joint_draws"``: gates of one kind are drawn, priced and
             integrated as one vector. ``"kl"``: the closed form is one node with written-out derivatives, computed in
-            blocks. ``"deferred_products"``: gates multiply the weights of the next layer, and so norms can be recorded.
-            ``"recorded_norms"``: such layers compute the norms that a weight decay needs.
+            blocks. ``"deferred_products"``: gates multiply the weights of the next layer.
 
     Raises:
         ValueError: there is no such door.

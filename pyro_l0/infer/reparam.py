@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_l0.distributions.gate import find_gate, rewrap
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Site, is_deterministic
+from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.runs import Program, sample_sites
 
 

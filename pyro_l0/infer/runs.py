@@ -19,7 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_l0.distributions.gate import find_gate
-from pyro_l0.fast.record import Record, Site, is_likelihood, sole_record
+from pyro_l0.infer.record import Record, Site, is_likelihood, sole_record
 from pyro_l0.infer.slabs import Part
 
 __all__ = ["generators_kept", "seeded"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Site
+from pyro_l0.infer.record import Site
 
 Shape = tuple[int, ...]
 

@@ -24,7 +24,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.products import defer_product, has_top_hooks, may_be_in_block, may_defer, multiply_along
-from pyro_l0.fast.record import sample
+from pyro_l0.infer.record import sample
 
 
 class GateLayer(nn.Module):

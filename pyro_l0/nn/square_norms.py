@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.utils import parametrize
 
-from pyro_l0.fast.products import record_norms, recorded_norms
 from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.cost import PerDevice
 from pyro_l0.nn.engine.analysis import analyse
@@ -73,12 +71,6 @@ class _Weight:
             return parts.flatten(1, 2)
         return weight if self.dim == 1 else weight.movedim(self.dim, 1)
 
-    def parameter(self) -> Tensor | None:
-        """The parameter whose norms a dense layer may record as it runs."""
-        # Weights that a parametrisation computes at each access are others each time.
-        parameter: Tensor | None = self.module._parameters.get(self.name)
-        return parameter if self.dim == 1 and self.groups == 1 else None
-
 
 def _weight(network: nn.Module, use: Use) -> _Weight:
     name = use.weight.names[0] if use.weight.names else ""
@@ -99,15 +91,6 @@ def _weight(network: nn.Module, use: Use) -> _Weight:
 class SquareNorms(dict[str, Callable[[], Tensor]]):
     """By gate site, a function of no arguments that returns the squared norms; ``square_norms`` makes them."""
 
-    def during(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """A context for the network's forward pass, after which the norms of some sites are asked for.
-
-        Dense layers that multiply their weights by gates compute these norms, and their part of the gradient, too.
-        """
-        found = [weight for norm in map(self.get, names) if isinstance(norm, _SquareNorm) for weight in norm.weights]
-        parameters = [weight.parameter() for weight in found]
-        return record_norms(parameter for parameter in parameters if parameter is not None)
-
     def together(self, names: Sequence[str]) -> Tensor | None:
         """The norms of several sites side by side, shape ``(n,)``; None if one of the functions has been replaced."""
         norms = [norm for norm in map(self.get, names) if isinstance(norm, _SquareNorm)]
@@ -119,14 +102,9 @@ class SquareNorms(dict[str, Callable[[], Tensor]]):
 
 
 def _columns(weights: Sequence[_Weight]) -> dict[_Weight, Tensor]:
-    """The squared norms of each weight's columns: recorded ones, and all others in one node."""
-    now = {weight: weight.columns() for weight in weights}
-    recorded = {weight: recorded_norms(columns) for weight, columns in now.items()}
-    others = [weight for weight, norms in recorded.items() if norms is None]
-    if others:
-        norms = _SquaredColumns.apply(*(now[weight] for weight in others))  # type: ignore[no-untyped-call]
-        recorded.update(zip(others, norms, strict=True))
-    return recorded  # type: ignore[return-value]  # there are none left without
+    """The squared norms of each weight's columns, in one node."""
+    norms = _SquaredColumns.apply(*(weight.columns() for weight in weights))  # type: ignore[no-untyped-call]
+    return dict(zip(weights, norms, strict=True))
 
 
 class _SquaredColumns(torch.autograd.Function):

@@ -11,8 +11,8 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 
 from pyro_l0 import HardConcrete
-from pyro_l0.fast.record import sample
 from pyro_l0.infer import L0_ELBO, factor
+from pyro_l0.infer.record import sample
 from pyro_l0.infer.runs import generators_kept
 
 LOG_FACTOR = torch.tensor([-1.5, 0.25, -3.0])

@@ -6,9 +6,8 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from pyro.infer.elbo import ELBO
@@ -16,8 +15,7 @@ from pyro.infer.util import torch_item
 from torch import Tensor
 
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Record
-from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
+from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, check_numbers, kl_scale_at
 from pyro_l0.infer.elbo.estimators import (
     EstimatorName,
     Estimators,
@@ -29,6 +27,7 @@ from pyro_l0.infer.elbo.estimators import (
 )
 from pyro_l0.infer.elbo.pairs import check_dependence
 from pyro_l0.infer.elbo.terms import TERMS, Kind, Run, Term, as_in_model, blocks_of, check_slab, terms_of
+from pyro_l0.infer.record import Record
 from pyro_l0.infer.runs import (
     EVERY,
     Args,
@@ -266,11 +265,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     def _outcome(self, call: _Call) -> _Outcome:
         """The terms; once more where it turns out that KLs have to be taken at the draws."""
         check_arguments(call.args, call.kwargs)
-        norms: Any = self.square_norm  # those of pyro_l0.nn.square_norms can be computed in the network's forward pass
-        decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
-        with norms.during(decayed) if hasattr(norms, "during") else nullcontext():
-            outcome = self._estimate(call)
-            return self._estimate(call) if self._is_newly_at_draws(call, outcome.runs) else outcome
+        outcome = self._estimate(call)
+        return self._estimate(call) if self._is_newly_at_draws(call, outcome.runs) else outcome
 
     def _is_newly_at_draws(self, call: _Call, runs: Sequence[Run]) -> bool:
         """Check what the sites depend on, in the first step and every hundredth; whether KLs change by that."""

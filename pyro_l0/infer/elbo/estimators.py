@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import find_gate
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Site
+from pyro_l0.infer.record import Site
 
 EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
 

@@ -18,9 +18,9 @@ from torch.distributions import Transform
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost, inside_events
-from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.guides.mean_field import carried, transform_to_support
+from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.runs import generators_kept
 from pyro_l0.infer.slabs import Drawn, Switch, check_used, gate_site
 

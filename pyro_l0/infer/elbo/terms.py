@@ -24,7 +24,6 @@ from pyro_l0.distributions.gate import (
     side_by_side,
     sum_open,
 )
-from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_names, check_shapes, is_zero
 from pyro_l0.infer.elbo.pairs import (
     FACTORISED,
@@ -36,6 +35,7 @@ from pyro_l0.infer.elbo.pairs import (
     check_slabs,
     own_densities,
 )
+from pyro_l0.infer.record import Site
 from pyro_l0.infer.slabs import Drawn, Switch, alignment_of, gate_site
 
 Kind = Literal["observed", "slab", "other", "gates"]

@@ -19,7 +19,6 @@ from torch.distributions import constraints
 from pyro_l0.distributions.gate import GateDistribution, check_rate, find_gate
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Record, Site, sole_record
 from pyro_l0.infer.guides.correlated import CorrelatedPosterior
 from pyro_l0.infer.guides.mean_field import (
     GatesPosterior,
@@ -33,6 +32,7 @@ from pyro_l0.infer.guides.mean_field import (
     take_over,
 )
 from pyro_l0.infer.guides.parameters import Displaced, enter_store, parameters_in, state_parameter, warn_if_unmoved
+from pyro_l0.infer.record import Record, Site, sole_record
 from pyro_l0.infer.runs import generators_kept
 from pyro_l0.maths.special import Number
 

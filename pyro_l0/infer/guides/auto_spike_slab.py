@@ -16,7 +16,6 @@ from torch.distributions.utils import clamp_probs
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Site
 from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
@@ -37,6 +36,7 @@ from pyro_l0.infer.guides.mean_field import (
 )
 from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
 from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import Args, Kwargs, each
 from pyro_l0.infer.slabs import Part, Switch, alignment_of, check_used, gate_site, switches_of
 from pyro_l0.maths.second_order import LogLikelihood

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost
-from pyro_l0.fast.record import Record, Site, is_deterministic
 from pyro_l0.infer.guides.expansion import (
     IndependentSlabs,
     OpenModel,
@@ -36,6 +35,7 @@ from pyro_l0.infer.guides.mean_field import (
     middle,
     transform_to_support,
 )
+from pyro_l0.infer.record import Record, Site, is_deterministic
 from pyro_l0.infer.runs import Args, Kwargs, log_prob, sample_sites
 from pyro_l0.infer.slabs import Drawn, Part, Switch, alignment_of, gate_site
 

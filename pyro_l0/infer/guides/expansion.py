@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.guides.mean_field import MEAN_FIELD, Layout
+from pyro_l0.infer.record import Record, Site, is_likelihood
 from pyro_l0.infer.runs import log_prob
 from pyro_l0.maths.collapsed import SlabGivenGates, opened, slab_given_gates
 from pyro_l0.maths.second_order import Point, Step, jacobian, maximise, open_positions, slope_and_curvature

@@ -18,8 +18,8 @@ from torch.distributions import Distribution, Transform, biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate, innermost
-from pyro_l0.fast.record import Record, Site
 from pyro_l0.fast.switch import is_open
+from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.slabs import Part, fits
 
 MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # advice where sites can't be correlated

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.fast.record import Site
+from pyro_l0.infer.record import Site
 
 __all__ = ["GateGuide", "check_guide"]
 

@@ -12,11 +12,11 @@ from torch.distributions import Beta
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import find_gate
-from pyro_l0.fast.record import Site
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
 from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.record import Site
 from pyro_l0.infer.slabs import Alignment, Switch
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.second_order import DenseQuadratic, LogLikelihood

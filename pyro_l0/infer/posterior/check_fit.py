@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pyro_l0.distributions.gate import inside_events
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.pairs import check_pair
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.refine import is_quadratic
+from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
 from pyro_l0.infer.slabs import Drawn, Switch, alignment_of, gate_site
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs

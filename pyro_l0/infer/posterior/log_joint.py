@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
-from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.guides.mean_field import Layout
+from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.infer.runs import sample_sites
 from pyro_l0.maths.host import Context, apply

@@ -11,8 +11,8 @@ from pyro import poutine
 
 from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0.distributions.gate import concatenate
-from pyro_l0.fast.record import Record, sample
 from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.record import Record, sample
 from pyro_l0.maths import hard_concrete, quadrature
 
 SHAPES = [(3,), (2, 2), ()]
