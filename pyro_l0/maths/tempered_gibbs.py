@@ -88,14 +88,14 @@ _NEVER = 30.0
 
 @dataclass(frozen=True)
 class GibbsRun:
-    """States of weighted tempered Gibbs chains, with averages."""
+    """What weighted tempered Gibbs chains visited, with averages."""
 
     active_probs: Tensor  # P(z = 1) of each gate, Rao-Blackwellised, shape (G,)
     chain_active_probs: Tensor  # by chain, shape (chains, G); their spread shows how well the chains mix
-    states: Tensor  # gates visited after the warm-up, bool, shape (N, G)
-    weights: Tensor  # of these states, summing to one
+    gates: Tensor  # visited after the warm-up, bool, shape (N, G)
+    weights: Tensor  # of these gate vectors, summing to one
     chain: Tensor  # which chain visited each, shape (N,)
-    hyper: Tensor  # hyperparameters of each state, shape (N, d); none where they are fixed
+    hyper: Tensor  # hyperparameters beside each, shape (N, d); none where they are fixed
 
     def standard_error(self) -> Tensor:
         """Of the active probabilities, shape ``(G,)``, by how much the chains differ; NaN for one chain."""
@@ -105,17 +105,17 @@ class GibbsRun:
         return (share.square() @ apart * (chains / (chains - 1 or math.nan))).sqrt()
 
     def distinct(self) -> tuple[Tensor, Tensor]:
-        """Each state once, bool of shape ``(M, G)``, with its weight; the heaviest first."""
-        first, group = distinct_rows(self.states)
+        """Each gate vector once, bool of shape ``(M, G)``, with its weight; the largest weight first."""
+        first, group = distinct_rows(self.gates)
         weights = self.weights.new_zeros(len(first)).index_add(0, group, self.weights)
         order = weights.argsort(descending=True)
-        return self.states[first[order]], weights[order]
+        return self.gates[first[order]], weights[order]
 
     def reweighted(self, log_ratio: Callable[[Tensor], Tensor]) -> GibbsRun:
-        """The run for another distribution of the gates, from the log ratio of both at distinct states, ``(M, G)``."""
-        first, group = distinct_rows(self.states)
-        weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group].to(self.weights), 0)
-        # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
+        """The run for another distribution of the gates, from the log ratio of both at distinct ones, ``(M, G)``."""
+        first, group = distinct_rows(self.gates)
+        weights = torch.softmax(self.weights.log() + log_ratio(self.gates[first])[group].to(self.weights), 0)
+        # What the weights change is added to the Rao-Blackwell averages, which have less noise than the gates.
         change = self._averages(weights) - self._averages(self.weights)
         share = self.weights.new_zeros(len(change)).index_add(0, self.chain, weights)
         by_chain = self.chain_active_probs + change
@@ -123,26 +123,26 @@ class GibbsRun:
         return replace(self, active_probs=active_probs, chain_active_probs=by_chain.clamp(0, 1), weights=weights)
 
     def draws(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws of the states by their weights: gates, bool, shape ``(n, G)``."""
-        return self.states[torch.multinomial(self.weights, n, replacement=True, generator=generator)]
+        """Independent draws of the gate vectors by their weights, bool, shape ``(n, G)``."""
+        return self.gates[torch.multinomial(self.weights, n, replacement=True, generator=generator)]
 
     def _averages(self, weights: Tensor) -> Tensor:
-        """Weighted average of the states of each chain."""
+        """Weighted average of the gates of each chain."""
         chains = torch.arange(len(self.chain_active_probs), device=weights.device)
         by_chain = torch.where(self.chain == chains[:, None], weights, 0.0)
         # A chain may have no weight left at all.
         by_chain = by_chain / by_chain.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-        return by_chain @ self.states.to(weights)
+        return by_chain @ self.gates.to(weights)
 
 
-def distinct_rows(states: Tensor) -> tuple[Tensor, Tensor]:
+def distinct_rows(gates: Tensor) -> tuple[Tensor, Tensor]:
     """Where each distinct row of gates, bool, is first seen, and which of these every row is."""
-    if not states.shape[1]:  # rows without columns are all the same
-        return torch.zeros(1, dtype=torch.long), torch.zeros(len(states), dtype=torch.long)
+    if not gates.shape[1]:  # rows without columns are all the same
+        return torch.zeros(1, dtype=torch.long), torch.zeros(len(gates), dtype=torch.long)
     # As bytes, eight gates each: rows of many bools take seconds to sort.
-    packed = np.packbits(states.cpu().numpy(), axis=1)
+    packed = np.packbits(gates.cpu().numpy(), axis=1)
     _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
-    return torch.from_numpy(first).to(states.device), torch.from_numpy(group.reshape(-1)).to(states.device)
+    return torch.from_numpy(first).to(gates.device), torch.from_numpy(group.reshape(-1)).to(gates.device)
 
 
 @torch.no_grad()
@@ -182,8 +182,8 @@ def tempered_gibbs(
     """Weighted tempered Gibbs sampling of gates.
 
     Each step flips one gate j, chosen in proportion to v_j = (eta_j + c) / (2 P(z_j | others)) with eta_j its
-    running active probability and c a little. So an improbable state is left at once, by a gate that matters, and has a
-    weight of 1 / sum v.
+    running active probability and c a little. So an improbable gate vector is left at once, by a gate that matters, and
+    has a weight of 1 / sum v.
 
     Chains with scales or factors of their own each sample their own posterior, and the averages give every chain the
     same weight. They ``start`` from gates of shape ``(chains, G)``, by default draws from the prior. The share
@@ -234,7 +234,7 @@ def sampled_target(
         if adapts and step < warm_up:
             running = running.lerp(torch.sigmoid(logits).mean(0), 0.05)
             tried = 0.5 * (running + explored)
-        logits, rates = target.moved(z, logits, tried, adapts=step < warm_up, generator=generator)
+        logits, rates = target.moved(z, logits, tried, step < warm_up, generator)
         if step >= warm_up:
             steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits))
         flipped = _chosen(rates, generator)
@@ -248,6 +248,10 @@ def flip_rates(tried: Tensor, z: Tensor, logits: Tensor) -> Tensor:
     return tried * (1 + torch.exp(against))
 
 
+_Generator = torch.Generator | None
+_LogitsAndRates = tuple[Tensor, Tensor]
+
+
 class Target(Protocol):
     """A distribution of gates z, and of the hyperparameters that a chain has beside them, shape ``(chains, d)``."""
 
@@ -258,15 +262,7 @@ class Target(Protocol):
         """Log odds of every gate given the others and the hyperparameters; shape ``(chains, G)``."""
         ...
 
-    def moved(
-        self,
-        z: Tensor,
-        logits: Tensor,
-        tried: Tensor,
-        *,
-        adapts: bool,
-        generator: torch.Generator | None,
-    ) -> tuple[Tensor, Tensor]:
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         """Move the hyperparameters, if it is their turn; returns the log odds and rates after that.
 
         The move must leave the target times the sum of the rates invariant, except in the warm-up (``adapts``).
@@ -284,21 +280,21 @@ class _Fixed(NamedTuple):
     def logits(self, z: Tensor) -> Tensor:
         return self.collapsed.gibbs_logits(z, self.prior.logits(z))
 
-    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         return logits, flip_rates(tried, z, logits)
 
 
 class _Steps:
-    """Collects states and weights in memory that is allocated once: wide states need much of it."""
+    """Collects gate vectors and weights in memory that is allocated once: wide ones need much of it."""
 
     def __init__(self, steps: int, z: Tensor, hyper: Tensor) -> None:
-        self.states = torch.empty((steps, *z.shape), dtype=torch.bool, device=z.device)
+        self.gates = torch.empty((steps, *z.shape), dtype=torch.bool, device=z.device)
         self.hyper = hyper.new_empty(steps, *hyper.shape)
         self.weights = z.new_empty(steps, len(z))
         self.active = torch.zeros_like(z)
 
     def add(self, step: int, z: Tensor, hyper: Tensor, weight: Tensor, active: Tensor) -> None:
-        self.states[step] = z.bool()
+        self.gates[step] = z.bool()
         self.hyper[step] = hyper
         self.weights[step] = weight
         self.active.addcmul_(weight[:, None], active)
@@ -310,8 +306,8 @@ class _Steps:
         share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
         chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
         weights = (self.weights / total * share).flatten()
-        states, hyper = self.states.flatten(0, 1), self.hyper.flatten(0, 1)
-        return GibbsRun(share @ by_chain, by_chain, states, weights, chain, hyper)
+        gates, hyper = self.gates.flatten(0, 1), self.hyper.flatten(0, 1)
+        return GibbsRun(share @ by_chain, by_chain, gates, weights, chain, hyper)
 
 
 def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -368,15 +364,7 @@ class ScaleWalk:
         logits, self._log_joint = self._at(self.hyper, z)
         return logits
 
-    def moved(
-        self,
-        z: Tensor,
-        logits: Tensor,
-        tried: Tensor,
-        *,
-        adapts: bool,
-        generator: torch.Generator | None,
-    ) -> tuple[Tensor, Tensor]:
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         """See ``Target``; moves the chains that ``logits`` saw last."""
         rates = flip_rates(tried, z, logits)
         self._flips += 1
@@ -436,8 +424,8 @@ def gibbs_by_expansion(
 ) -> tuple[GibbsRun, CollapsedQuadratic]:
     """Sample gates of a likelihood that need not be quadratic, with dense matrices: for up to a hundred or so elements.
 
-    It is expanded at the mode with all gates open, then again at the posterior mean of the coefficients. The states
-    that the last run visits are re-weighted by their Laplace evidence over that of the expansion; both are returned, as
+    It is expanded at the mode with all gates open, then again at the posterior mean of the coefficients. The gate
+    vectors of the last run are re-weighted by their Laplace evidence over that of the expansion; both are returned, as
     slabs can be drawn from the expansion. The log likelihood must be finite at ``start``, shape ``(p,)``.
     """
     scale = torch.as_tensor(scale, dtype=start.dtype, device=start.device)
@@ -459,15 +447,15 @@ def gibbs_by_expansion(
 
 
 def reweighted(run: GibbsRun, log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> GibbsRun:
-    """A run on an expansion, its states re-weighted by their Laplace evidence under the log likelihood itself.
+    """A run on an expansion, its gate vectors re-weighted by their Laplace evidence under the log likelihood itself.
 
     All chains of the run share one scale and one factor.
     """
     scale = collapsed.scale
 
-    def log_ratio(states: Tensor) -> Tensor:
-        elements = collapsed.on(states).to(scale)
-        start = collapsed.mean(states)
-        return laplace(log_likelihood, elements, scale, start).log_evidence - collapsed.log_evidence(states)
+    def log_ratio(z: Tensor) -> Tensor:
+        elements = collapsed.on(z).to(scale)
+        start = collapsed.mean(z)
+        return laplace(log_likelihood, elements, scale, start).log_evidence - collapsed.log_evidence(z)
 
     return run.reweighted(log_ratio)

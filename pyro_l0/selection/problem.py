@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
+
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, GatePrior, IndependentGates
 
 __all__ = ["MOST_ERROR", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
 
@@ -95,6 +98,41 @@ class Prior:
     slab_unit: float = 1.0
     noise_unit: float = 1.0
     intercept_scale: float = 10.0
+
+    def gates(self) -> GatePrior:
+        """The prior of gate vectors, with an unknown rate integrated out."""
+        if isinstance(self.rate, tuple):
+            return BetaBinomialGates(*self.rate)
+        return IndependentGates(torch.tensor(math.log(self.rate) - math.log1p(-self.rate), dtype=torch.float64))
+
+    def draw_rate(self, z: Tensor, generator: torch.Generator) -> NDArray[np.float64]:
+        """P(z = 1) given gates of shape ``(N, G)``, shape ``(N,)``."""
+        if not isinstance(self.rate, tuple):
+            return np.full(len(z), self.rate)
+        opened = z.sum(1).numpy()
+        # By numpy, as torch draws Beta variables from its global generator alone.
+        rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
+        return rng.beta(self.rate[0] + opened, self.rate[1] + z.shape[1] - opened)
+
+    def log_slab(self, log_scale: Tensor) -> Tensor:
+        """Log density of the slab scale's logarithm, by a half-normal scale; 0 where it is known."""
+        if self.slab_scale is not None:
+            return torch.zeros_like(log_scale)
+        t = log_scale - math.log(self.slab_unit)
+        return 0.5 * math.log(2 / math.pi) + t - 0.5 * (2 * t).exp()
+
+    def log_noise(self, log_scale: Tensor) -> Tensor:
+        """Log density of the noise scale's logarithm, by a half-Cauchy scale; 0 where it is known."""
+        if self.noise_scale is not None:
+            return torch.zeros_like(log_scale)
+        t = log_scale - math.log(self.noise_unit)
+        return math.log(2 / math.pi) - torch.logaddexp(t, -t)
+
+    def slab_range(self) -> tuple[float, float]:
+        """Log slab scales beyond which the prior has a mass of 2e-5: the known value twice, if it is known."""
+        if self.slab_scale is not None:
+            return math.log(self.slab_scale), math.log(self.slab_scale)
+        return math.log(self.slab_unit) - 10.5, math.log(self.slab_unit) + 1.6
 
 
 @dataclass(frozen=True)

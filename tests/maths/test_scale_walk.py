@@ -43,7 +43,7 @@ def test_averages(unknown):
     axes = [torch.linspace(*RANGES[i]).double() if i in unknown else known[i : i + 1] for i in (0, 1)]
     exact = expected(torch.cartesian_prod(*axes))
     run = sampled(unknown, known)
-    values = torch.cat([run.states.double(), run.hyper], 1)
+    values = torch.cat([run.gates.double(), run.hyper], 1)
     found = run.weights @ values
     by_chain = torch.stack(
         [run.weights[run.chain == c] @ (values[run.chain == c] - exact) for c in range(CHAINS)]

@@ -136,7 +136,7 @@ def test_a_vague_rate_opens_few_gates_at_first():
     linear[7] = 50.0
     collapsed = CollapsedQuadratic(DenseQuadratic(100 * torch.eye(2000, dtype=torch.float64), linear), 1.0)
     run = tempered_gibbs(collapsed, BetaBinomialGates(1.0, 1.0), flips=20, warm_up=0.0, generator=seeded(1))
-    assert run.states.sum(1).max() < 60
+    assert run.gates.sum(1).max() < 60
     assert run.active_probs[7] > 0.9
 
 
@@ -157,7 +157,7 @@ def test_states_of_another_distribution():
     expected, _ = exact(collapsed, SPARSE)
     assert (run.active_probs - expected).abs().max() > 0.05
     assert (wide.active_probs - expected).abs().max() < 0.03
-    assert (wide.weights @ wide.states.double() - expected).abs().max() < 0.03
+    assert (wide.weights @ wide.gates.double() - expected).abs().max() < 0.03
     assert wide.weights.sum().item() == pytest.approx(1)
 
 

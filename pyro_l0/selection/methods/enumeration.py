@@ -10,14 +10,14 @@ from numpy.typing import ArrayLike
 
 from pyro_l0.expect import expect
 from pyro_l0.selection.design import make_design
-from pyro_l0.selection.methods.gaussian_states import GaussianStates
-from pyro_l0.selection.methods.laplace_states import LaplaceStates
+from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
 from pyro_l0.selection.problem import Family, Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
 
 _MOST_FEATURES = 20
-# Weight of all states that are left out of the moments of the coefficients.
+# Weight of all gate vectors that are left out of the moments of the coefficients.
 _LEFT_OUT = 1e-10
 
 
@@ -95,18 +95,18 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     expect(Integral, "a whole number", draws=draws)
     if draws < 1:
         raise ValueError(f"Expected at least one draw, but got {draws}.")
-    states = GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
+    evidence = GaussianEvidence(problem) if problem.family == "gaussian" else LaplaceEvidence(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
-    log_marginal = states.log_marginal(z)
+    log_marginal = evidence.log_marginal(z)
     weights = log_marginal.softmax(0)
     lightest_first = weights.argsort()
     heavy = lightest_first[weights[lightest_first].cumsum(0) > _LEFT_OUT]
-    moments = states.moments(z[heavy], weights[heavy] / weights[heavy].sum())
+    moments = evidence.moments(z[heavy], weights[heavy] / weights[heavy].sum())
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
-    draws_found = states.draws(z[drawn], generator)
-    return SelectionPosterior.of(active_probs, moments, float(log_marginal.logsumexp(0)), draws_found)
+    log_evidence = float(log_marginal.logsumexp(0))
+    return SelectionPosterior.of(active_probs, moments, log_evidence, evidence.draws(z[drawn], generator))
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

@@ -1,71 +1,141 @@
-"""A grid of the unknown scales for each gate vector, around the mode of what they are given it."""
+"""Evidence of gate vectors with unknown scales integrated out, on a grid of the scales for each gate vector.
+
+Gate vectors are evaluated in batches that have equally many open features. A grid lies around the mode of what the
+scales are given its gate vector, and integrals over the scales' logarithms are sums over its nodes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, GatePrior, IndependentGates, distinct_rows
-from pyro_l0.selection.problem import Prior
+from pyro_l0.maths.tempered_gibbs import distinct_rows
+from pyro_l0.selection.problem import Problem
 
 # Nodes of an axis: to find the mode, and to integrate. The trapezoidal rule errs by 2 exp(-2 pi^2 / h^2) at steps of h
 # standard deviations, and by about exp(-pi^2 / (2 h)) for the log of a half-normal scale, which takes the most.
 COARSE, NODES = 18, 30
 NEGLIGIBLE = 9.0  # nats below the mode, where integrals end: 4.2 deviations of a normal density
-LIGHT = 20.0  # nats below the state of most weight, beyond which a rough integral is enough
-_SMALLEST_NOISE = 1e-5
+_LIGHT = 20.0  # nats below the likeliest gate vector, beyond which a rough integral is enough
 
 
-def smallest_noise(n: float, square_y: float) -> float:
-    """The lower end of an unknown noise scale: 1e-5 times the root mean square of y."""
-    return _SMALLEST_NOISE * math.sqrt(square_y / n)
+class AnyBatch(Protocol):
+    """Gate vectors that have equally many open features."""
+
+    @property
+    def rows(self) -> Tensor:
+        """Which of all gate vectors these are, shape ``(m,)``."""
+
+    @property
+    def open(self) -> Tensor:
+        """Their open features, shape ``(m, k)``."""
+
+    def at(self, index: Tensor) -> Self:
+        """Some of them."""
 
 
-def slab_range(prior: Prior) -> tuple[float, float]:
-    """Log slab scales beyond which the prior has a mass of 2e-5: the known value twice, if it is known."""
-    if prior.slab_scale is not None:
-        return math.log(prior.slab_scale), math.log(prior.slab_scale)
-    return math.log(prior.slab_unit) - 10.5, math.log(prior.slab_unit) + 1.6
+BatchT = TypeVar("BatchT", bound=AnyBatch)
 
 
-def spaced(ends: Tensor, number: int) -> Tensor:
-    """Nodes at equal distances from ends of shape ``(s, 2)``, shape ``(s, number)``."""
-    return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * torch.linspace(0, 1, number, dtype=ends.dtype)
+class Batch(NamedTuple):
+    """A batch without anything else; see :class:`AnyBatch`."""
+
+    rows: Tensor
+    open: Tensor
+
+    def at(self, index: Tensor) -> Batch:
+        """See :class:`AnyBatch`."""
+        return Batch(self.rows[index], self.open[index])
 
 
-def spacing(nodes: Tensor) -> Tensor:
-    """Distance of nodes along the last axis; 1 for a known value, which has a mass and no density."""
-    return nodes[..., 1] - nodes[..., 0] if nodes.shape[-1] > 1 else torch.ones_like(nodes[..., 0])
+def batches_of(on: Tensor, most: Callable[[int], int]) -> Iterator[Batch]:
+    """Batches of gate vectors by which features are open, bool, shape ``(S, p)``.
+
+    ``most`` says how many gate vectors with k open features a batch may have.
+    """
+    count = on.sum(1)
+    for k in count.unique().tolist():
+        rows = torch.nonzero(count == k)[:, 0]
+        features = torch.nonzero(on[rows])[:, 1].reshape(len(rows), k)
+        size = max(1, most(k))
+        yield from map(Batch, rows.split(size), features.split(size))
+
+
+class GridEvidence(ABC, Generic[BatchT]):
+    """Gate vectors of a problem with everything else integrated out."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def log_marginal(self, z: Tensor) -> Tensor:
+        """log p(y, z) for gates of shape ``(S, G)``; rough where it is 20 nats below that of another gate vector."""
+        z = self.problem.checked(z)
+        log_gates = self.problem.prior.gates().log_prob(z)
+        found = torch.full_like(log_gates, -math.inf)
+        for batch in self._batches(z):
+            nodes, rough = self._nodes(batch)
+            found[batch.rows] = log_gates[batch.rows] + rough
+            likely = torch.nonzero(found[batch.rows] > found.max() - _LIGHT)[:, 0]
+            if len(likely):
+                grid = self._grid(batch.at(likely), nodes[likely])
+                found[batch.rows[likely]] = log_gates[batch.rows[likely]] + grid.log_marginal()
+        return found
+
+    @abstractmethod
+    def _batches(self, z: Tensor) -> Iterator[BatchT]:
+        """Gate vectors in batches that fit in memory."""
+
+    @abstractmethod
+    def _nodes(self, batch: BatchT) -> tuple[Tensor, Tensor]:
+        """Nodes of the grid's first axis for each gate vector, shape ``(m, R)``, and its rough log p(y | z)."""
+
+    @abstractmethod
+    def _grid(self, batch: BatchT, nodes: Tensor) -> Grid:
+        """The grids with these nodes."""
 
 
 def nodes_around_mode(log_density: Callable[[Tensor], Tensor], ends: Tensor, rounds: int = 1) -> tuple[Tensor, Tensor]:
-    """Nodes where a density of each state is not negligible, between ends of shape ``(s, 2)``: shape ``(s, NODES)``.
+    """Nodes where each of s densities is not negligible, between ends of shape ``(s, 2)``: shape ``(s, NODES)``.
 
-    That is from the first to the last coarse node within ``NEGLIGIBLE`` nats of the highest, and one more on either
-    side. Further rounds search there again, for a density that is much narrower than a coarse step. A known value,
-    whose ends are equal, is one node. The logarithm of the integral over the last coarse nodes is the second result,
-    shape ``(s,)``.
+    Coarse nodes, on which the density is evaluated, span the ends. The nodes then go from the first to the last coarse
+    one within ``NEGLIGIBLE`` nats of the highest, and one more on either side. Further rounds search there again, for a
+    density that is much narrower than a coarse step. A known value, whose ends are equal, is one node.
+
+    The second result is the logarithm of the integral over the last coarse nodes, shape ``(s,)``.
     """
     if bool((ends[:, 0] == ends[:, 1]).all()):
         return ends[:, :1], log_density(ends[:, :1])[:, 0]
     for _ in range(rounds):
-        nodes = spaced(ends, COARSE)
+        nodes = _spaced(ends, COARSE)
         found = log_density(nodes)
-        kept = (found >= found.amax(1, keepdim=True) - NEGLIGIBLE).int()
-        around = torch.stack([kept.argmax(1) - 1, COARSE - kept.flip(1).argmax(1)], 1)
-        ends = nodes.gather(1, around.clamp(0, COARSE - 1))
-    return spaced(ends, NODES), found.logsumexp(1) + spacing(nodes).log()
+        matters = (found >= found.amax(1, keepdim=True) - NEGLIGIBLE).int()
+        first, last = matters.argmax(1), COARSE - 1 - matters.flip(1).argmax(1)
+        around = torch.stack([first - 1, last + 1], 1).clamp(0, COARSE - 1)
+        ends = nodes.gather(1, around)
+    return _spaced(ends, NODES), found.logsumexp(1) + _spacing(nodes).log()
+
+
+def _spaced(ends: Tensor, number: int) -> Tensor:
+    """Nodes at equal distances from ends of shape ``(s, 2)``, shape ``(s, number)``."""
+    return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * torch.linspace(0, 1, number, dtype=ends.dtype)
+
+
+def _spacing(nodes: Tensor) -> Tensor:
+    """Distance of nodes along the last axis; 1 for a known value, which has a mass and no density."""
+    return nodes[..., 1] - nodes[..., 0] if nodes.shape[-1] > 1 else torch.ones_like(nodes[..., 0])
 
 
 class Grid(NamedTuple):
-    """R nodes of the log of slab scale / noise scale for each of s states, and M log noise scales for each of these."""
+    """R nodes of the log of slab scale / noise scale for each of s gate vectors, and M log noise scales for each node.
+
+    Without noise, the ratio is the slab scale, and M is 1.
+    """
 
     log_ratio: Tensor  # shape (s, R)
     log_noise: Tensor  # shape (s, R, M)
@@ -73,129 +143,64 @@ class Grid(NamedTuple):
 
     def log_by_ratio(self) -> Tensor:
         """log p(y, log ratio | z), shape ``(s, R)``."""
-        return self.log_joint.logsumexp(2) + spacing(self.log_noise).log()
+        return self.log_joint.logsumexp(2) + _spacing(self.log_noise).log()
 
     def log_marginal(self) -> Tensor:
         """log p(y | z), shape ``(s,)``."""
-        return self.log_by_ratio().logsumexp(1) + spacing(self.log_ratio).log()
+        return self.log_by_ratio().logsumexp(1) + _spacing(self.log_ratio).log()
 
     def probs(self) -> Tensor:
-        """Probabilities of the nodes given each state, shape ``(s, R, M)``."""
+        """Probabilities of the nodes given each gate vector, shape ``(s, R, M)``."""
         return self.log_joint.flatten(1).softmax(1).view_as(self.log_joint)
 
-    def draw(self, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A log ratio and log noise scale for each draw of some state, shape ``(N,)``, spread over their cells."""
-        node = draw_nodes(self.probs().flatten(1), state, generator)
-        row = node // self.log_noise.shape[2]
-        drawn = self.log_ratio[state, row], self.log_noise.flatten(1)[state, node]
-        spread = torch.rand(2, len(node), generator=generator, dtype=torch.float64) - 0.5
-        log_ratio, log_noise = (
-            x + (spacing(nodes)[state] * u if nodes.shape[1] > 1 else 0.0)
-            for x, u, nodes in zip(drawn, spread, (self.log_ratio, self.log_noise[:, 0]), strict=True)
-        )
+    def draw(self, vector: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A log ratio and log noise scale for each draw, given which gate vector it has, shape ``(N,)``.
+
+        A node is drawn by its probability, and then a point of its cell.
+        """
+        node = _drawn_columns(self.probs().flatten(1), vector, generator)
+        of_ratio = node // self.log_noise.shape[2]
+        log_ratio = self.log_ratio[vector, of_ratio]
+        log_noise = self.log_noise.flatten(1)[vector, node]
+        in_cell = torch.rand(2, len(node), generator=generator, dtype=torch.float64) - 0.5
+        if self.log_ratio.shape[1] > 1:
+            log_ratio = log_ratio + _spacing(self.log_ratio)[vector] * in_cell[0]
+        if self.log_noise.shape[2] > 1:
+            log_noise = log_noise + _spacing(self.log_noise[:, 0])[vector] * in_cell[1]
         return log_ratio, log_noise
 
 
-# Some states: their rows, their rough log p(y | z), and the grid of those at some indices.
-Part = tuple[Tensor, Tensor, Callable[[Tensor], Grid]]
-
-
-def log_marginals(log_gates: Tensor, parts: Iterable[Part]) -> Tensor:
-    """log p(y, z) of all states, shape ``(S,)``: rough where it is ``LIGHT`` nats below that of another state."""
-    found = torch.full_like(log_gates, -math.inf)
-    for rows, rough, grid in parts:
-        found[rows] = log_gates[rows] + rough
-        likely = torch.nonzero(found[rows] > found.max() - LIGHT)[:, 0]
-        if len(likely):
-            found[rows[likely]] = log_gates[rows[likely]] + grid(likely).log_marginal()
-    return found
-
-
-def draw_nodes(probs: Tensor, state: Tensor, generator: torch.Generator) -> Tensor:
-    """A node for each draw, shape ``(N,)``, from its state and the nodes' probabilities given each, ``(s, nodes)``."""
+def _drawn_columns(probs: Tensor, row: Tensor, generator: torch.Generator) -> Tensor:
+    """A column for each draw, shape ``(N,)``, from its row and the columns' probabilities in each, ``(s, columns)``."""
     below = probs.cumsum(1)
-    # The distribution functions of all states one above the other: one search finds the nodes of all draws.
+    # The distribution functions of all rows one above the other: one search finds the columns of all draws.
     ladder = below / below[:, -1:] + torch.arange(len(probs))[:, None]
-    point = torch.rand(len(state), generator=generator, dtype=torch.float64)
-    node = torch.searchsorted(ladder.flatten(), state + point) - state * probs.shape[1]
-    return node.clamp(0, probs.shape[1] - 1)
+    point = torch.rand(len(row), generator=generator, dtype=torch.float64)
+    column = torch.searchsorted(ladder.flatten(), row + point) - row * probs.shape[1]
+    return column.clamp(0, probs.shape[1] - 1)
 
 
-def log_half_normal(log_scale: Tensor, unit: float) -> Tensor:
-    """Log density of log_scale where the scale is half-normal."""
-    t = log_scale - math.log(unit)
-    return 0.5 * math.log(2 / math.pi) + t - 0.5 * (2 * t).exp()
-
-
-def log_half_cauchy(log_scale: Tensor, unit: float) -> Tensor:
-    """Log density of log_scale where the scale is half-Cauchy."""
-    t = log_scale - math.log(unit)
-    return math.log(2 / math.pi) - torch.logaddexp(t, -t)
-
-
-class Group(NamedTuple):
-    """States with the same number of open features."""
-
-    rows: Tensor  # which states, shape (m,)
-    open: Tensor  # their open features, shape (m, k)
-
-    def at(self, index: Tensor) -> Group:
-        """Some of the states."""
-        return Group(self.rows[index], self.open[index])
-
-    def split(self, size: int) -> Iterator[Group]:
-        """Groups of at most ``size`` states."""
-        return map(Group, self.rows.split(size), self.open.split(size))
-
-
-def groups_of(on: Tensor) -> list[Group]:
-    """States grouped by how many features are open, from which are, bool, shape ``(S, p)``."""
-    count = on.sum(1)
-    found = []
-    for k in count.unique().tolist():
-        rows = torch.nonzero(count == k)[:, 0]
-        found.append(Group(rows, torch.nonzero(on[rows])[:, 1].reshape(len(rows), k)))
-    return found
-
-
-def distinct_states(z: Tensor) -> tuple[Tensor, Tensor]:
+def distinct_vectors(z: Tensor) -> tuple[Tensor, Tensor]:
     """Each of some gate vectors once, and which of these every one is."""
-    first, state = distinct_rows(z)
-    return z[first], state
+    first, vector = distinct_rows(z)
+    return z[first], vector
 
 
-def draws_of(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Which draws have one of some states, and which of these each has."""
-    place = torch.full((int(state.max()) + 1,), -1)
-    place[rows] = torch.arange(len(rows))
-    drawn = torch.nonzero(place[state] >= 0)[:, 0]
-    return drawn, place[state[drawn]]
+def draws_of(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Which draws have a gate vector among ``rows``, and which of these each has; ``vector`` is that of every draw."""
+    position = torch.full((int(vector.max()) + 1,), -1)
+    position[rows] = torch.arange(len(rows))
+    drawn = torch.nonzero(position[vector] >= 0)[:, 0]
+    return drawn, position[vector[drawn]]
 
 
-def gate_prior(prior: Prior) -> GatePrior:
-    """The prior of the gates, with an unknown rate integrated out."""
-    if isinstance(prior.rate, tuple):
-        return BetaBinomialGates(*prior.rate)
-    return IndependentGates(torch.tensor(math.log(prior.rate) - math.log1p(-prior.rate), dtype=torch.float64))
-
-
-def draw_rate(prior: Prior, z: Tensor, generator: torch.Generator) -> NDArray[np.float64]:
-    """P(z = 1) given gates of shape ``(N, G)``, shape ``(N,)``."""
-    if not isinstance(prior.rate, tuple):
-        return np.full(len(z), prior.rate)
-    opened = z.sum(1).numpy()
-    # By numpy, as torch draws Beta variables from its global generator alone.
-    rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
-    return rng.beta(prior.rate[0] + opened, prior.rate[1] + z.shape[1] - opened)
-
-
-def sparse_rows(parts: list[tuple[Group, Tensor]], rows: int, p: int, outputs: int) -> csr_array:
-    """Coefficients of the open features, shape ``(m, k, outputs)`` for each group, as the rows of a sparse matrix."""
+def sparse_rows(parts: Sequence[tuple[Batch, Tensor]], rows: int, p: int, outputs: int) -> csr_array:
+    """Coefficients of the open features, shape ``(m, k, outputs)`` for each batch, as the rows of a sparse matrix."""
     at, columns, values = [], [], []
-    for group, beta in parts:
-        place = group.open[:, :, None] * outputs + torch.arange(outputs)
-        at.append(group.rows[:, None, None].expand_as(place).flatten())
-        columns.append(place.flatten())
+    for batch, beta in parts:
+        column = batch.open[:, :, None] * outputs + torch.arange(outputs)
+        at.append(batch.rows[:, None, None].expand_as(column).flatten())
+        columns.append(column.flatten())
         values.append(beta.flatten())
     where = (torch.cat(at).numpy(), torch.cat(columns).numpy())
     return csr_array((torch.cat(values).numpy(), where), shape=(rows, p * outputs))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from pyro_l0.maths.second_order import Quadratic, quadratic_of
 from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk, sampled_on_expansions, sampled_target
-from pyro_l0.selection.methods.gaussian_states import GaussianStates
-from pyro_l0.selection.methods.grid import gate_prior, log_half_cauchy, log_half_normal, smallest_noise
-from pyro_l0.selection.methods.laplace_states import laplace, laplace_draws, likelihood_of
+from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
 from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
@@ -80,10 +78,10 @@ def chain_evidence(
         [
             walk.collapsed(run.hyper[part]).gibbs_logits(z, walk.prior.logits(z))
             for part in centres.split(64)
-            for z in [run.states[part].double()]
+            for z in [run.gates[part].double()]
         ]
     )
-    z = run.states[drawn]
+    z = run.gates[drawn]
     part = torch.randint(len(logits), (len(z),), generator=generator)
     proposed = torch.rand(z.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])
     both = torch.cat([z, proposed])
@@ -108,20 +106,6 @@ def _log_mixture(z: Tensor, logits: Tensor) -> Tensor:
     return torch.cat(each) - math.log(len(logits))
 
 
-@dataclass(frozen=True)
-class Expansion:
-    """The log likelihood of the coefficients, to second order and up to a constant."""
-
-    problem: Problem
-    quadratic: Quadratic  # of the coefficients, the K of a feature side by side, shape (p K,)
-    intercept: Tensor  # mean of the intercepts where all coefficients are zero, shape (K,)
-    slope: Tensor  # by how much that mean falls with each coefficient, shape (K, p K)
-
-    def predictor(self, beta: Tensor) -> Tensor:
-        """Linear predictors at some coefficients, of shape ``(p K,)``, and the mean of the intercepts given these."""
-        return self.intercept - self.slope @ beta + self.problem.x @ beta.view(-1, self.problem.outputs)
-
-
 def null_predictor(problem: Problem) -> Tensor:
     """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more per outcome."""
     y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
@@ -137,8 +121,12 @@ def null_predictor(problem: Problem) -> Tensor:
     return zero + log_counts - log_counts.mean()
 
 
-def expanded(problem: Problem, eta: Tensor) -> Expansion:
-    """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``."""
+def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor], Tensor]]:
+    """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``.
+
+    That is a quadratic of the coefficients, the K of a feature side by side, up to a constant. The second result gives
+    the linear predictors at some coefficients, of shape ``(p K,)``, and the mean of the intercepts given these.
+    """
     x, outputs = problem.x, problem.outputs
     slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
     values, vectors = torch.linalg.eigh(curvature)
@@ -146,6 +134,7 @@ def expanded(problem: Problem, eta: Tensor) -> Expansion:
     residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
     design = torch.einsum("nki,nj->nijk", root, x).reshape(len(x) * outputs, -1)
     linear = (x.T @ residual).flatten()
+    # The mean of the intercepts where all coefficients are zero, and by how much it falls with each coefficient.
     intercept, falls = x.new_zeros(outputs), x.new_zeros(outputs, design.shape[1])
     if problem.intercept:
         columns = root.mT.reshape(-1, outputs)  # J
@@ -159,7 +148,11 @@ def expanded(problem: Problem, eta: Tensor) -> Expansion:
         left, sizes, _ = torch.linalg.svd(columns, full_matrices=False)
         shrunk = 1 - (precision / (sizes.square() + precision)).sqrt()
         design = design - (left * shrunk) @ (left.T @ design)
-    return Expansion(problem, quadratic_of(design, linear), intercept, falls)
+
+    def predictor(beta: Tensor) -> Tensor:
+        return intercept - falls @ beta + x @ beta.view(-1, outputs)
+
+    return quadratic_of(design, linear), predictor
 
 
 def gate_of(problem: Problem) -> Tensor | None:
@@ -174,15 +167,15 @@ _STEP = 0.4  # of its logarithm
 
 
 class LaplaceChains(NamedTuple):
-    """States of chains."""
+    """What chains visited."""
 
-    states: Tensor  # gates, bool, shape (rounds, chains, G)
+    gates: Tensor  # bool, shape (rounds, chains, G)
     log_slab: Tensor  # log slab scales, shape (rounds, chains)
 
     def standard_error(self) -> Tensor:
         """Of the mean gates, shape ``(G,)``: by how much chains differ, and halves of all of them."""
-        by_chain = self.states.double().mean(0)
-        halves = torch.stack([half.double().mean((0, 1)) for half in self.states.chunk(2)])
+        by_chain = self.gates.double().mean(0)
+        halves = torch.stack([half.double().mean((0, 1)) for half in self.gates.chunk(2)])
         return (by_chain.var(0) / len(by_chain) + halves.var(0) / 2).sqrt()
 
 
@@ -203,25 +196,23 @@ class _Point(NamedTuple):
 
 
 def laplace_chains(
-    problem: Problem, walk: ScaleWalk, z: Tensor, log_slab: Tensor, rounds: int, generator: torch.Generator
+    evidence: LaplaceEvidence, walk: ScaleWalk, z: Tensor, log_slab: Tensor, rounds: int, generator: torch.Generator
 ) -> LaplaceChains:
     """Run chains side by side, from gates of shape ``(chains, G)`` and log slab scales, with a walk on an expansion."""
-    prior = problem.prior
+    prior = evidence.problem.prior
 
     def at(z: Tensor, log_slab: Tensor) -> _Point:
         theta = torch.stack([torch.zeros_like(log_slab), log_slab], 1)
         logits = walk.collapsed(theta).gibbs_logits(z.double(), walk.prior.logits(z.double()))
         against = torch.where(z, -logits, logits)
-        density = laplace(problem, z, log_slab.exp()).log_evidence + walk.prior.log_prob(z)
-        return _Point(
-            density + log_half_normal(log_slab, prior.slab_unit), against, torch.sigmoid(against).sum(1).log()
-        )
+        density = evidence.fit(z, log_slab.exp()).log_evidence + walk.prior.log_prob(z)
+        return _Point(density + prior.log_slab(log_slab), against, torch.sigmoid(against).sum(1).log())
 
     def accepted(log_ratio: Tensor) -> Tensor:
         return torch.rand(len(z), generator=generator, dtype=log_ratio.dtype).log() < log_ratio
 
     point = at(z, log_slab)
-    states, slabs = [], []
+    gates, slabs = [], []
     for turn in range(rounds):
         flip = torch.multinomial(torch.sigmoid(point.against), 1, generator=generator)
         new = z.scatter(1, flip, ~z.gather(1, flip))
@@ -234,16 +225,16 @@ def laplace_chains(
             there = at(z, moved)
             taken = accepted(there.log_density - point.log_density)
             log_slab, point = torch.where(taken, moved, log_slab), point.where(taken, there)
-        states.append(z)
+        gates.append(z)
         slabs.append(log_slab)
-    return LaplaceChains(torch.stack(states), torch.stack(slabs))
+    return LaplaceChains(torch.stack(gates), torch.stack(slabs))
 
 
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
 _CHAINS = 64  # on the Laplace evidence
-# Their proposals: of the warm-up and of the first run, which is doubled so often at most; fewer where a state has more
-# numbers in its Hessians.
+# Their proposals: of the warm-up and of the first run, which is doubled so often at most; fewer where a gate vector
+# has more numbers in its Hessians.
 _EXPANDED_ROUNDS, _FEWEST_ROUNDS, _DOUBLINGS, _WORK = 150, 20, 3, 2**24
 _NODES = 50  # of the slab scale's logarithm, over e^10 below its unit to e^2 above
 
@@ -262,18 +253,19 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
 
     def mean_predictor(walk: _Walk, run: GibbsRun) -> Tensor:
         picked = resampled(run.weights, _MEAN, generator)
-        beta = walk.collapsed(run.hyper[picked]).mean(run.states[picked]).mean(0)
-        return walk.expansion.predictor(beta)
+        beta = walk.collapsed(run.hyper[picked]).mean(run.gates[picked]).mean(0)
+        return walk.predictor(beta)
 
     walk, run = sampled_on_expansions(
-        lambda eta: _Walk(problem, expanded(problem, eta), effort), null_predictor(problem), sampled, mean_predictor
+        lambda eta: _Walk(problem, eta, effort), null_predictor(problem), sampled, mean_predictor
     )
     picked = resampled(run.weights, _DRAWS, generator)
-    z, slab = run.states[picked], run.hyper[picked, 1].exp()
-    fit = laplace(problem, z, slab)
+    z, slab = run.gates[picked], run.hyper[picked, 1].exp()
+    evidence = LaplaceEvidence(problem)
+    fit = evidence.fit(z, slab)
     log_ratio = fit.log_evidence - walk.collapsed(run.hyper[picked]).log_evidence(z)
     weights = torch.softmax(log_ratio, 0)
-    # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
+    # What the weights change is added to the Rao-Blackwell averages, which have less noise than the gates.
     change = weights - 1 / _DRAWS
     active_probs = (run.active_probs + change @ z.double()).clamp(0, 1)
     of_weights = change.square() @ (z.double() - active_probs).square()
@@ -281,53 +273,54 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     which = resampled(weights, draws, generator)
     log_evidence = chain_evidence(_log_marginal(walk, problem.prior), walk, run, generator)
     if error.max() > MOST_ERROR:
-        chains = _continued(problem, walk, z[:_CHAINS], slab[:_CHAINS].log(), generator)
-        active_probs, error = chains.states.double().mean((0, 1)), chains.standard_error()
+        chains = _continued(evidence, walk, z[:_CHAINS], slab[:_CHAINS].log(), generator)
+        active_probs, error = chains.gates.double().mean((0, 1)), chains.standard_error()
         some = torch.randperm(chains.log_slab.numel(), generator=generator)[:_DRAWS]
-        z, slab = chains.states.flatten(0, 1)[some], chains.log_slab.flatten()[some].exp()
-        fit, weights = laplace(problem, z, slab), torch.full_like(slab, 1 / len(slab))
+        z, slab = chains.gates.flatten(0, 1)[some], chains.log_slab.flatten()[some].exp()
+        fit, weights = evidence.fit(z, slab), torch.full_like(slab, 1 / len(slab))
         which = resampled(weights, draws, generator)
     moments = fit.moments(weights, problem.x.shape[1])
     return SelectionPosterior.of(
         active_probs,
         rescaled(problem, active_probs, weights @ z.double(), moments),
         log_evidence + float(log_ratio.logsumexp(0)) - math.log(_DRAWS),
-        laplace_draws(problem, z[which], slab[which], generator),
+        evidence.draws_at(z[which], slab[which], generator),
         error,
     )
 
 
 def _continued(
-    problem: Problem, walk: ScaleWalk, z: Tensor, log_slab: Tensor, generator: torch.Generator
+    evidence: LaplaceEvidence, walk: ScaleWalk, z: Tensor, log_slab: Tensor, generator: torch.Generator
 ) -> LaplaceChains:
     """Chains on the Laplace evidence, run until their standard error is small enough, or ``_DOUBLINGS`` times."""
+    problem = evidence.problem
     entries = problem.size * (problem.outputs * (1 + float(problem.switched(z).sum(1).double().mean()))) ** 2
     rounds = max(_FEWEST_ROUNDS, min(_EXPANDED_ROUNDS, int(_WORK / entries)))
     for doubling in range(_DOUBLINGS + 1):
-        chains = laplace_chains(problem, walk, z, log_slab, rounds, generator)
+        chains = laplace_chains(evidence, walk, z, log_slab, rounds, generator)
         if doubling and chains.standard_error().max() <= MOST_ERROR:  # the first ones warm up
             break
         rounds *= 1 + bool(doubling)
-        z, log_slab = chains.states[-1], chains.log_slab[-1]
+        z, log_slab = chains.gates[-1], chains.log_slab[-1]
     return chains
 
 
 class _Walk(ScaleWalk):
-    """Gates and an unknown slab scale on an expansion of a problem's log likelihood."""
+    """Gates and an unknown slab scale on an expansion of a problem's log likelihood at some linear predictors."""
 
-    def __init__(self, problem: Problem, expansion: Expansion, effort: Effort) -> None:
+    def __init__(self, problem: Problem, eta: Tensor, effort: Effort) -> None:
         prior = problem.prior
+        quadratic, self.predictor = expanded(problem, eta)
         slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
         super().__init__(
-            expansion.quadratic,
-            gate_prior(prior),
-            lambda theta: log_half_normal(theta[:, 1], prior.slab_unit),
+            quadratic,
+            prior.gates(),
+            lambda theta: prior.log_slab(theta[:, 1]),
             torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
             unknown=[1] if prior.slab_scale is None else [],
             gate_of=gate_of(problem),
             every=effort.every,
         )
-        self.expansion = expansion
 
 
 def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
@@ -335,7 +328,7 @@ def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
     if prior.slab_scale is None:
         middle = math.log(prior.slab_unit)
         log_slabs = torch.linspace(middle - 10.0, middle + 2.0, _NODES, dtype=torch.float64)
-        log_weights = log_half_normal(log_slabs, prior.slab_unit) + math.log(12.0 / (_NODES - 1))
+        log_weights = prior.log_slab(log_slabs) + math.log(12.0 / (_NODES - 1))
     else:
         log_slabs = torch.tensor([math.log(prior.slab_scale)], dtype=torch.float64)
         log_weights = torch.zeros(1, dtype=torch.float64)
@@ -348,9 +341,9 @@ def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
     return log_marginal
 
 
-# States that moments are averaged over: as many as there is time for, between these.
+# Gate vectors that moments are averaged over: as many as there is time for, between these.
 _FEWEST, _MOST = 2000, 20_000
-_ENTRIES = 2**22  # numbers in all these states, and in the largest array of a step
+_ENTRIES = 2**22  # numbers in all of these, and in the largest array of a step
 
 
 @torch.no_grad()
@@ -364,17 +357,17 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     effort = Effort.of(problem.x.shape[1])
     if problem.family != "gaussian":
         return expanded_posterior(problem, effort, draws, generator)
-    states = GaussianStates(problem)
+    evidence = GaussianEvidence(problem)
     walk = _walk(problem, effort)
     run = sampled_walk(walk, problem.gates, effort.flips, generator)
     if problem.gate_of is None:
         moments = _moments(walk, run, generator)
     else:
-        z = run.states[resampled(run.weights, _FEWEST, generator)]
-        moments = states.moments(z, torch.full((len(z),), 1 / len(z), dtype=torch.float64))
+        z = run.gates[resampled(run.weights, _FEWEST, generator)]
+        moments = evidence.moments(z, torch.full((len(z),), 1 / len(z), dtype=torch.float64))
         moments = rescaled(problem, run.active_probs, z.double().mean(0), moments)
-    log_evidence = chain_evidence(states.log_marginal, walk, run, generator)
-    found = states.draws(run.states[resampled(run.weights, draws, generator)], generator)
+    log_evidence = chain_evidence(evidence.log_marginal, walk, run, generator)
+    found = evidence.draws(run.gates[resampled(run.weights, draws, generator)], generator)
     return SelectionPosterior.of(run.active_probs, moments, log_evidence, found, run.standard_error())
 
 
@@ -387,15 +380,15 @@ def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
         noise, slab = theta.unbind(1)
         total = -n * noise - 0.5 * square * (-2 * noise).exp()
         if prior.noise_scale is None:
-            total = total + log_half_cauchy(noise, prior.noise_unit)
+            total = total + prior.log_noise(noise)
             total = torch.where(noise >= math.log(smallest_noise(n, square)), total, -math.inf)
-        return total if prior.slab_scale is not None else total + log_half_normal(slab, prior.slab_unit)
+        return total + prior.log_slab(slab)
 
     first_noise = math.sqrt(square / n) if prior.noise_scale is None else prior.noise_scale
     first_slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
     return ScaleWalk(
         quadratic_of(x, x.T @ y),
-        gate_prior(prior),
+        prior.gates(),
         log_density,
         torch.tensor([math.log(first_noise), math.log(first_slab)], dtype=torch.float64).expand(effort.chains, 2),
         unknown=[i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None],
@@ -406,16 +399,16 @@ def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
 
 def _moments(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Means of the coefficients and of their squares, ``(p, 1)``, averaged over what each is given all other gates."""
-    p = run.states.shape[1]
+    p = run.gates.shape[1]
     active, first, second = torch.zeros(3, p, dtype=torch.float64)
     picked = resampled(run.weights, min(_MOST, max(_FEWEST, _ENTRIES // p)), generator)
     for part in picked.split(max(16, _ENTRIES // (64 * p))):
-        z = run.states[part].double()
+        z = run.gates[part].double()
         factors, mean, variance = walk.collapsed(run.hyper[part]).slab_moments(z)
         probs = torch.sigmoid(factors + walk.prior.logits(z))
         active += probs.sum(0)
         first += (probs * mean).sum(0)
         second += (probs * (mean.square() + variance)).sum(0)
-    # The probabilities of the whole run are surer than those of the states that are picked.
+    # The probabilities of the whole run are surer than those of the gate vectors that are picked.
     share = run.active_probs / active.clamp(min=torch.finfo(active.dtype).tiny)
     return (first * share)[:, None], (second * share)[:, None]

@@ -11,7 +11,7 @@ from scipy import stats
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.second_order import DenseQuadratic
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
-from pyro_l0.selection.methods.gaussian_states import GaussianStates
+from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.problem import Prior, Problem
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.spike_slab_designs import gaussian_designs, wide_designs
@@ -83,7 +83,7 @@ def test_unknown_hyperparameters(number, unknown):
 def test_each_state_is_integrated():
     """log p(y, z) of a state alone, and of a few together, is what it is among all of them: each has its own grid."""
     x, y = regression(40, 5, 1)
-    states, z = GaussianStates(problem_of(x, y)), all_gates(5).bool()
+    states, z = GaussianEvidence(problem_of(x, y)), all_gates(5).bool()
     everything = states.log_marginal(z)
     heavy = everything.argsort(descending=True)[:6]
     torch.testing.assert_close(states.log_marginal(z[heavy]), everything[heavy], rtol=0, atol=1e-10)
@@ -110,7 +110,7 @@ def test_evidence_by_quadrature(n, p):
     log_gates = stats.betabinom(p, *RATE).logpmf(p)  # all of p are open: one vector
     expected = float(log_joint.flatten().logsumexp(0)) + math.log(cell) + log_gates
     # As above; and where features explain y in full, 1e-5 is left out, as a noise of 1e-5 of y is the smallest.
-    assert GaussianStates(problem_of(x, y)).log_marginal(z).item() == pytest.approx(expected, abs=1e-4)
+    assert GaussianEvidence(problem_of(x, y)).log_marginal(z).item() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("n", [100, 3000, 300_000])
@@ -127,7 +127,7 @@ def test_a_noise_scale_that_is_sure(n, size):
     log_joint += log_noise - 0.5 * (1 + square * size**2 / noise).log()
     log_joint += torch.from_numpy(stats.halfcauchy(scale=NOISE_UNIT).logpdf(log_noise.exp().numpy()))
     expected = float(log_joint.logsumexp(0) + (log_noise[1] - log_noise[0]).log()) + math.log(0.2)
-    found = GaussianStates(problem_of(x, y, slab_scale=size)).log_marginal(torch.ones(1, 1, dtype=torch.bool))
+    found = GaussianEvidence(problem_of(x, y, slab_scale=size)).log_marginal(torch.ones(1, 1, dtype=torch.bool))
     assert found.item() == pytest.approx(expected, abs=1e-4)
 
 
@@ -139,7 +139,7 @@ def test_a_common_state_with_collapsed_slabs():
     expected = CollapsedQuadratic(quadratic, 0.8 * ONE).log_evidence(z)
     expected = expected + torch.distributions.Normal(0 * ONE, 0.9 * ONE).log_prob(y).sum()
     expected = expected + torch.distributions.Bernoulli(probs=0.3 * ONE).log_prob(z.double()).sum(1)
-    found = GaussianStates(problem_of(x, y, **known)).log_marginal(z)
+    found = GaussianEvidence(problem_of(x, y, **known)).log_marginal(z)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
@@ -160,7 +160,7 @@ def test_draws_given_the_scales():
     """One state: the distribution of residuals that conjugacy gives, standardised by each draw's own scales."""
     x, y = regression(15, 3, 6)
     z = torch.ones(8000, 3, dtype=torch.bool)
-    draws = GaussianStates(problem_of(x, y)).draws(z, torch.Generator().manual_seed(7))
+    draws = GaussianEvidence(problem_of(x, y)).draws(z, torch.Generator().manual_seed(7))
     noise, slab = (torch.from_numpy(s)[:, None, None] for s in (draws.noise_scale, draws.slab_scale))
     precision = x.T @ x / noise**2 + torch.eye(3, dtype=torch.float64) / slab**2
     root = torch.linalg.cholesky(precision)
@@ -175,8 +175,8 @@ def test_a_wide_problem():
     z = torch.zeros(3, 1200, dtype=torch.bool)
     z[1, :2] = z[2, 5:9] = True
     known = {"rate": 0.01, "slab_scale": 0.5, "noise_scale": 1.0}
-    narrow = GaussianStates(problem_of(x[:, :10], y, **known)).log_marginal(z[:, :10])
-    wide = GaussianStates(problem_of(x, y, **known)).log_marginal(z)
+    narrow = GaussianEvidence(problem_of(x[:, :10], y, **known)).log_marginal(z[:, :10])
+    wide = GaussianEvidence(problem_of(x, y, **known)).log_marginal(z)
     torch.testing.assert_close(wide - narrow, torch.full_like(wide, 1190 * math.log(0.99)), rtol=0, atol=1e-9)
 
 
@@ -230,9 +230,9 @@ def test_refusals():
     with pytest.raises(ValueError, match="at least one draw"):
         exact_posterior(x, y, draws=0)
     with pytest.raises(ValueError, match=r"shape \(S, 4\)"):
-        GaussianStates(problem_of(x, y)).log_marginal(torch.ones(2, 3, dtype=torch.bool))
+        GaussianEvidence(problem_of(x, y)).log_marginal(torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="at least one observation"):
-        GaussianStates(problem_of(x[:0], y[:0]))
+        GaussianEvidence(problem_of(x[:0], y[:0]))
 
 
 def test_seeds():

@@ -49,15 +49,13 @@ def test_intercepts_integrated_out(family, intercept):
     first, rest = slice(0, k), slice(k, None)
     inverse = torch.linalg.inv(precision[first, first]) if intercept else torch.zeros(k, k).double()
     gain = precision[rest, first] @ inverse
-    found = expanded(given, eta)
+    quadratic, predictor = expanded(given, eta)
     index = torch.arange(p * k)
-    torch.testing.assert_close(found.quadratic.linear, slope[rest] - gain @ slope[first])
-    torch.testing.assert_close(
-        found.quadratic.rows(index[None])[0], precision[rest, rest] - gain @ precision[first, rest]
-    )
+    torch.testing.assert_close(quadratic.linear, slope[rest] - gain @ slope[first])
+    torch.testing.assert_close(quadratic.rows(index[None])[0], precision[rest, rest] - gain @ precision[first, rest])
     beta = torch.randn(p * k, generator=seeded(5), dtype=torch.float64)
     mean = inverse @ (slope[first] - precision[first, rest] @ beta)
-    torch.testing.assert_close(found.predictor(beta), mean + given.x @ beta.view(p, k))
+    torch.testing.assert_close(predictor(beta), mean + given.x @ beta.view(p, k))
 
 
 @pytest.mark.parametrize("family", OUTPUTS)

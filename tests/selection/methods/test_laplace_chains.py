@@ -8,7 +8,8 @@ from pyro_l0.selection import SpikeSlabPoissonRegressor
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import sampling as expanded_sampling
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
-from pyro_l0.selection.methods.sampling import Effort, _Walk, expanded, laplace_chains, null_predictor
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
+from pyro_l0.selection.methods.sampling import Effort, _Walk, laplace_chains, null_predictor
 
 
 def counts(n, p, seed, most=10**9):
@@ -27,14 +28,16 @@ def test_a_poor_expansion_is_put_right(groups):
     problem = make_design(x, y, "poisson", slab_scale=0.5, rate=0.5, gate_of=groups).problem
     exact = enumerate_posterior(problem, seed=0).active_probs
     generator = torch.Generator().manual_seed(1)
-    walk = _Walk(problem, expanded(problem, null_predictor(problem)), Effort(4, 20, 2))
+    walk = _Walk(problem, null_predictor(problem), Effort(4, 20, 2))
     start = torch.zeros(100, problem.gates, dtype=torch.bool)
-    chains = laplace_chains(problem, walk, start, torch.full((100,), 0.5).double().log(), 40, generator)
-    chains = chains._replace(states=chains.states[15:])
+    chains = laplace_chains(
+        LaplaceEvidence(problem), walk, start, torch.full((100,), 0.5).double().log(), 40, generator
+    )
+    chains = chains._replace(gates=chains.gates[15:])
     error = chains.standard_error().numpy()
     assert error.max() < 0.05
     assert ((exact > 0.05) & (exact < 0.95)).any()
-    assert (np.abs(chains.states.double().mean((0, 1)).numpy() - exact) < 5 * error + 1e-3).all()
+    assert (np.abs(chains.gates.double().mean((0, 1)).numpy() - exact) < 5 * error + 1e-3).all()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from scipy import stats
 
 from pyro_l0.maths import second_order
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
-from pyro_l0.selection.methods.laplace_states import LaplaceStates, laplace, likelihood_of
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
 from pyro_l0.selection.problem import Prior, Problem
 from tests.bench.posteriors.posterior_references import reference
 from tests.reference_posteriors import all_gates
@@ -59,7 +59,7 @@ def test_evidence_and_modes(family, intercept):
     """Newton's last step is worth less than 1e-7 nat."""
     problem = problem_of(family, intercept=intercept)
     z = all_gates(4).bool()
-    found = laplace(problem, z, torch.full((16,), 0.7).double())
+    found = LaplaceEvidence(problem).fit(z, torch.full((16,), 0.7).double())
     expected = general(problem, z, 0.7)
     torch.testing.assert_close(found.log_evidence, expected.log_evidence, rtol=0, atol=1e-3)
     for group, mode in found.modes:
@@ -96,7 +96,7 @@ def test_means_to_the_next_order(family):
     """mode - H^-1 d(log det H) / 2, by autograd."""
     problem = problem_of(family)
     z = torch.tensor([[True, False, True, False]])
-    ((_, mode),) = laplace(problem, z, ONE[None]).modes
+    ((_, mode),) = LaplaceEvidence(problem).fit(z, ONE[None]).modes
     x = torch.cat([problem.x[:, [0, 2]], torch.ones(40, 1).double()], 1)
     precision = torch.tensor([1.0, 1.0, 1 / 9]).double().repeat_interleave(problem.outputs)
 
@@ -130,7 +130,7 @@ def test_one_coefficient_by_quadrature(family):
     mass = torch.distributions.Normal(0 * scale, scale).cdf(edges).diff(dim=1).clamp(min=1e-300).log()
     prior = torch.from_numpy(stats.halfnorm(scale=1.5).logpdf(log_slab.exp().numpy())) + log_slab
     log_joint = log_joint + mass + prior[:, None] + math.log(float(log_slab[1] - log_slab[0]))
-    states, z = LaplaceStates(problem), torch.ones(1, 1, dtype=torch.bool)
+    states, z = LaplaceEvidence(problem), torch.ones(1, 1, dtype=torch.bool)
     expected = float(log_joint.flatten().logsumexp(0)) + math.log(0.3)
     assert states.log_marginal(z).item() == pytest.approx(expected, abs=0.01)
     weights = log_joint.logsumexp(0).softmax(0)
@@ -146,10 +146,10 @@ def test_unknown_slab_scales_are_integrated(rate):
     """Against the function of one slab scale on a grid that is finer and wider."""
     problem = problem_of("bernoulli", rate=rate)
     z = all_gates(4).bool()
-    found = LaplaceStates(problem).log_marginal(z)
+    found = LaplaceEvidence(problem).log_marginal(z)
     log_slab = torch.linspace(-14, 2, 100, dtype=torch.float64)
     prior = torch.from_numpy(stats.halfnorm(scale=1.5).logpdf(log_slab.exp().numpy())) + log_slab
-    each = [laplace(problem, z, t.exp().expand(16)).log_evidence for t in log_slab]
+    each = [LaplaceEvidence(problem).fit(z, t.exp().expand(16)).log_evidence for t in log_slab]
     k = z.sum(1).numpy()
     log_gates = (
         stats.betabinom(4, *rate).logpmf(k) - np.log(np.array([math.comb(4, j) for j in k]))
@@ -199,7 +199,7 @@ def test_a_wide_problem():
     narrow = Problem("poisson", wide.x[:, :10], wide.y, wide.prior, True, 1)
     z = torch.zeros(3, 2000, dtype=torch.bool)
     z[1, :2] = z[2, 5:9] = True
-    difference = LaplaceStates(wide).log_marginal(z) - LaplaceStates(narrow).log_marginal(z[:, :10])
+    difference = LaplaceEvidence(wide).log_marginal(z) - LaplaceEvidence(narrow).log_marginal(z[:, :10])
     torch.testing.assert_close(difference, torch.full_like(difference, 1990 * math.log(0.7)), rtol=0, atol=1e-8)
 
 
@@ -217,6 +217,6 @@ def test_difficult_data():
 def test_refusals():
     x = torch.ones(3, 2, dtype=torch.float64)
     with pytest.raises(ValueError, match="other than the Gaussian"):
-        LaplaceStates(Problem("gaussian", x, x[:, 0], Prior(rate=0.1)))
+        LaplaceEvidence(Problem("gaussian", x, x[:, 0], Prior(rate=0.1)))
     with pytest.raises(ValueError, match=r"shape \(S, 4\)"):
-        LaplaceStates(problem_of("poisson")).log_marginal(torch.ones(2, 3, dtype=torch.bool))
+        LaplaceEvidence(problem_of("poisson")).log_marginal(torch.ones(2, 3, dtype=torch.bool))

@@ -12,21 +12,18 @@ from torch import Tensor
 
 from pyro_l0.maths.second_order import Point, Step, maximise
 from pyro_l0.selection.methods.grid import (
+    Batch,
     Grid,
-    Group,
-    Part,
-    distinct_states,
-    draw_rate,
+    GridEvidence,
+    batches_of,
+    distinct_vectors,
     draws_of,
-    gate_prior,
-    groups_of,
-    log_half_normal,
-    log_marginals,
     nodes_around_mode,
-    slab_range,
     sparse_rows,
 )
 from pyro_l0.selection.problem import Draws, Problem
+
+__all__ = ["LaplaceEvidence", "LaplaceFit", "Likelihood", "likelihood_of"]
 
 
 class Likelihood(Protocol):
@@ -114,7 +111,7 @@ def likelihood_of(problem: Problem) -> Likelihood:
         return PoissonLikelihood(y, weight)
     if problem.family == "categorical":
         return CategoricalLikelihood(y, weight, problem.outputs)
-    raise ValueError(f"Expected a family other than the Gaussian, but got {problem.family!r}; see GaussianStates.")
+    raise ValueError(f"Expected a family other than the Gaussian, but got {problem.family!r}; see GaussianEvidence.")
 
 
 # A Newton step that would gain so little is the last one: the error of the mode is 3e-4 of a deviation before it.
@@ -203,159 +200,130 @@ _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at 
 class LaplaceFit(NamedTuple):
     """Laplace's approximation of S gate vectors.
 
-    The modes are those of groups of states: coefficients of the open features, and of the intercept last if there is
-    one.
+    The modes are those of batches: coefficients of the open features, and of the intercept last if there is one.
     """
 
     log_evidence: Tensor  # log of the integral of likelihood times slabs times intercept, shape (S,)
-    modes: list[tuple[Group, Mode]]
+    modes: list[tuple[Batch, Mode]]
 
     def moments(self, weights: Tensor, p: int) -> tuple[Tensor, Tensor]:
-        """See ``GaussianStates.moments``; the number of features is p."""
+        """As those of ``LaplaceEvidence``, at the slab scales of the fit; the number of features is p."""
         outputs = self.modes[0][1].coefficients.shape[2]
         first, second = torch.zeros(2, p, outputs, dtype=torch.float64)
-        for group, mode in self.modes:
-            k = group.open.shape[1]
+        for batch, mode in self.modes:
+            k = batch.open.shape[1]
             mean, variance = mode.means()[:, :k], mode.variances()[:, :k]
-            weight, at = weights[group.rows, None, None], group.open.flatten()
+            weight, at = weights[batch.rows, None, None], batch.open.flatten()
             first.index_add_(0, at, (weight * mean).flatten(0, 1))
             second.index_add_(0, at, (weight * (mean.square() + variance)).flatten(0, 1))
         return first, second
 
 
-def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
-    """Laplace's approximation of each gate vector, shape ``(S, G)``, with its slab scale, shape ``(S,)``."""
-    modes = _Modes(problem)
-    log_evidence = torch.empty(len(z), dtype=torch.float64)
-    found = []
-    for group in groups_of(problem.switched(problem.checked(z))):
-        for part in modes.parts(group):
-            (mode,) = modes.along(part, slab_scale[part.rows].log()[None])
-            log_evidence[part.rows] = mode.log_evidence
-            found.append((part, mode))
-    return LaplaceFit(log_evidence, found)
-
-
-def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: torch.Generator) -> Draws:
-    """One draw for each gate vector with its slab scale; see :func:`laplace`."""
-    intercept = torch.zeros(len(z), problem.outputs, dtype=torch.float64)
-    parts = []
-    for group, mode in laplace(problem, z, slab_scale).modes:
-        drawn = mode.draw(generator)
-        k = group.open.shape[1]
-        parts.append((group, drawn[:, :k]))
-        if problem.intercept:
-            intercept[group.rows] = drawn[:, k]
-    return Draws(
-        sparse_rows(parts, len(z), problem.x.shape[1], problem.outputs),
-        intercept.numpy(),
-        slab_scale.numpy(),
-        torch.full_like(slab_scale, math.nan).numpy(),
-        draw_rate(problem.prior, z, generator),
-    )
-
-
-class LaplaceStates:
-    """As ``GaussianStates``, for other families, with Laplace's approximation of the integrals over the coefficients.
+class LaplaceEvidence(GridEvidence[Batch]):
+    """As ``GaussianEvidence``, for other families, with Laplace's approximation of integrals over the coefficients.
 
     A grid has log slab scales instead of log ratios.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self._p = problem.x.shape[1]
-        self._modes = _Modes(problem)
-
-    def log_marginal(self, z: Tensor) -> Tensor:
-        """See ``GaussianStates``."""
-        z = self.problem.checked(z)
-        return log_marginals(gate_prior(self.problem.prior).log_prob(z), map(self._rough, self._parts(z)))
+        self._likelihood = likelihood_of(problem)
+        self._columns = problem.x.T.contiguous()
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``GaussianStates``."""
+        """Means of the coefficients and of their squares over gate vectors of weights that sum to one, ``(p, K)``."""
         first, second = torch.zeros(2, self._p, self.problem.outputs, dtype=torch.float64)
-        for part in self._parts(self.problem.checked(z)):
-            k = part.open.shape[1]
-            log_slab = self._nodes(part)[0][:, ::2]  # means to a few parts in a thousand
-            modes = self._modes.along(part, log_slab.T)
+        for batch in self._batches(self.problem.checked(z)):
+            k = batch.open.shape[1]
+            log_slab = self._nodes(batch)[0][:, ::2]  # means to a few parts in a thousand
+            modes = self._modes_along(batch, log_slab.T)
             found = [(mode.log_evidence, mode.means()[:, :k], mode.variances()[:, :k]) for mode in modes]
             log_evidence, mean, variance = (
-                torch.cat(x).unflatten(0, (-1, len(part.rows))) for x in zip(*found, strict=True)
+                torch.cat(x).unflatten(0, (-1, len(batch.rows))) for x in zip(*found, strict=True)
             )
-            probs = (log_evidence + self._log_prior(log_slab).T).softmax(0) * weights[part.rows]
-            weight, at = probs[:, :, None, None], part.open.flatten()
+            probs = (log_evidence + self.problem.prior.log_slab(log_slab).T).softmax(0) * weights[batch.rows]
+            weight, at = probs[:, :, None, None], batch.open.flatten()
             first.index_add_(0, at, (weight * mean).sum(0).flatten(0, 1))
             second.index_add_(0, at, (weight * (mean.square() + variance)).sum(0).flatten(0, 1))
         return first, second
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """See ``GaussianStates``."""
+        """One draw of the coefficients and of what is unknown for each gate vector."""
         z = self.problem.checked(z)
-        distinct, state = distinct_states(z)
+        distinct, vector = distinct_vectors(z)
         log_slab = torch.empty(len(z), dtype=torch.float64)
-        for part in self._parts(distinct):
-            rows, place = draws_of(part.rows, state)
-            log_slab[rows], _ = self._grid_at(part, self._nodes(part)[0]).draw(place, generator)
-        return laplace_draws(self.problem, z, log_slab.exp(), generator)
+        for batch in self._batches(distinct):
+            rows, which = draws_of(batch.rows, vector)
+            log_slab[rows], _ = self._grid(batch, self._nodes(batch)[0]).draw(which, generator)
+        return self.draws_at(z, log_slab.exp(), generator)
 
-    def _parts(self, z: Tensor) -> Iterator[Group]:
-        return (part for group in groups_of(self.problem.switched(z)) for part in self._modes.parts(group))
+    def fit(self, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
+        """Laplace's approximation of each gate vector, shape ``(S, G)``, with its slab scale, shape ``(S,)``."""
+        log_evidence = torch.empty(len(z), dtype=torch.float64)
+        found = []
+        for batch in self._batches(self.problem.checked(z)):
+            (mode,) = self._modes_along(batch, slab_scale[batch.rows].log()[None])
+            log_evidence[batch.rows] = mode.log_evidence
+            found.append((batch, mode))
+        return LaplaceFit(log_evidence, found)
 
-    def _rough(self, part: Group) -> Part:
-        nodes, rough = self._nodes(part)
-        return part.rows, rough, lambda some: self._grid_at(part.at(some), nodes[some])
+    def draws_at(self, z: Tensor, slab_scale: Tensor, generator: torch.Generator) -> Draws:
+        """One draw for each gate vector with its slab scale, as for :meth:`fit`."""
+        problem = self.problem
+        intercept = torch.zeros(len(z), problem.outputs, dtype=torch.float64)
+        parts = []
+        for batch, mode in self.fit(z, slab_scale).modes:
+            drawn = mode.draw(generator)
+            k = batch.open.shape[1]
+            parts.append((batch, drawn[:, :k]))
+            if problem.intercept:
+                intercept[batch.rows] = drawn[:, k]
+        return Draws(
+            sparse_rows(parts, len(z), self._p, problem.outputs),
+            intercept.numpy(),
+            slab_scale.numpy(),
+            torch.full_like(slab_scale, math.nan).numpy(),
+            problem.prior.draw_rate(z, generator),
+        )
 
-    def _nodes(self, part: Group) -> tuple[Tensor, Tensor]:
-        """Log slab scales for each state, shape ``(s, R)``, and its rough log p(y | z)."""
-        ends = torch.tensor(slab_range(self.problem.prior), dtype=torch.float64).expand(len(part.rows), 2)
-        return nodes_around_mode(lambda log_slab: self._log_joint(part, log_slab), ends)
+    def _batches(self, z: Tensor) -> Iterator[Batch]:
+        return batches_of(self.problem.switched(z), lambda k: _ENTRIES // self._entries(k))
 
-    def _grid_at(self, part: Group, log_slab: Tensor) -> Grid:
-        log_joint = self._log_joint(part, log_slab)[:, :, None]
-        return Grid(log_slab, torch.zeros_like(log_joint), log_joint)
+    def _nodes(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of the log slab scale."""
+        ends = torch.tensor(self.problem.prior.slab_range(), dtype=torch.float64).expand(len(batch.rows), 2)
+        return nodes_around_mode(lambda log_slab: self._log_joint(batch, log_slab), ends)
 
-    def _log_joint(self, part: Group, log_slab: Tensor) -> Tensor:
-        """log p(y, log slab scale | z), shape ``(s, R)`` as that of the log slab scales."""
-        evidence = torch.cat([mode.log_evidence for mode in self._modes.along(part, log_slab.T)])
-        return evidence.view(-1, len(part.rows)).T + self._log_prior(log_slab)
+    def _grid(self, batch: Batch, nodes: Tensor) -> Grid:
+        log_joint = self._log_joint(batch, nodes)[:, :, None]
+        return Grid(nodes, torch.zeros_like(log_joint), log_joint)
 
-    def _log_prior(self, log_slab: Tensor) -> Tensor:
-        prior = self.problem.prior
-        return log_half_normal(log_slab, prior.slab_unit) if prior.slab_scale is None else torch.zeros_like(log_slab)
+    def _log_joint(self, batch: Batch, log_slab: Tensor) -> Tensor:
+        """log p(y, log slab scale | z), shape ``(m, R)`` as that of the log slab scales."""
+        evidence = torch.cat([mode.log_evidence for mode in self._modes_along(batch, log_slab.T)])
+        return evidence.view(-1, len(batch.rows)).T + self.problem.prior.log_slab(log_slab)
 
-
-class _Modes:
-    """Finds the modes of groups of states."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._likelihood = likelihood_of(problem)
-        self._problem = problem
-        self._columns = problem.x.T.contiguous()
-
-    def parts(self, group: Group) -> Iterator[Group]:
-        """As many states at a time as fit in memory."""
-        return group.split(max(1, _ENTRIES // self._entries(group.open.shape[1])))
-
-    def along(self, part: Group, log_slab: Tensor) -> Iterator[Mode]:
-        """The modes of a part's states at slab scales of shape ``(R, 1 or s)``, of some scales after the other.
+    def _modes_along(self, batch: Batch, log_slab: Tensor) -> Iterator[Mode]:
+        """The modes of m gate vectors at slab scales of shape ``(R, 1 or m)``, of some scales after the other.
 
         A mode starts from that of the scale before. Where there are few numbers in all, several scales go side by side:
         their modes take more steps, but these cost no more than those of one.
         """
-        s, k = part.open.shape
-        columns = self._columns[part.open]
-        intercept = int(self._problem.intercept)
+        m, k = batch.open.shape
+        columns = self._columns[batch.open]
+        intercept = int(self.problem.intercept)
         if intercept:
-            columns = torch.cat([columns, columns.new_ones(s, 1, columns.shape[2])], 1)
-        start = columns.new_zeros(s, k + intercept, self._problem.outputs)
-        for scales in log_slab.split(max(1, _SIDE_BY_SIDE // (s * self._entries(k)))):
-            precision = columns.new_full((len(scales), s, k + intercept), self._problem.prior.intercept_scale**-2)
+            columns = torch.cat([columns, columns.new_ones(m, 1, columns.shape[2])], 1)
+        start = columns.new_zeros(m, k + intercept, self.problem.outputs)
+        for scales in log_slab.split(max(1, _SIDE_BY_SIDE // (m * self._entries(k)))):
+            precision = columns.new_full((len(scales), m, k + intercept), self.problem.prior.intercept_scale**-2)
             precision[:, :, :k] = (-2 * scales[:, :, None]).exp()
             each, x = (part.expand(len(scales), *part.shape).flatten(0, 1) for part in (columns, start))
             mode = find_mode(self._likelihood, each, precision.flatten(0, 1), x)
-            start = mode.coefficients[-s:]
+            start = mode.coefficients[-m:]
             yield mode
 
     def _entries(self, k: int) -> int:
-        """Numbers in the largest array of a state with k open gates."""
-        return self._problem.outputs**2 * (len(self._problem.x) + k + 1) * (k + 1)
+        """Numbers in the largest array of a gate vector with k open gates."""
+        return self.problem.outputs**2 * (len(self.problem.x) + k + 1) * (k + 1)

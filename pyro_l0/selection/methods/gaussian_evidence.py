@@ -25,34 +25,67 @@ from pyro_l0.maths.second_order import quadratic_of
 from pyro_l0.selection.methods.grid import (
     NEGLIGIBLE,
     NODES,
+    Batch,
     Grid,
-    Group,
-    Part,
-    distinct_states,
-    draw_rate,
+    GridEvidence,
+    batches_of,
+    distinct_vectors,
     draws_of,
-    gate_prior,
-    groups_of,
-    log_half_cauchy,
-    log_half_normal,
-    log_marginals,
     nodes_around_mode,
-    slab_range,
-    smallest_noise,
     sparse_rows,
 )
 from pyro_l0.selection.problem import Draws, Problem
 
-__all__ = ["GaussianStates"]
+__all__ = ["GaussianEvidence", "smallest_noise"]
 
 _ENTRIES = 2**17  # numbers in the largest array of a step: 512 kB, for which memory is at hand
 # Nodes of an unknown noise scale, where the ratio's are searched and for integrals: as densities close to normal, of so
 # many observations, need, and as others do. Draws, which are spread over cells, take the most.
 _MANY, _CLOSE_TO_NORMAL, _SKEWED = 30, (6, 10), (12, 32)
 _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
+_SMALLEST_NOISE = 1e-5
 
 
-class GaussianStates:
+def smallest_noise(n: float, square_y: float) -> float:
+    """The lower end of an unknown noise scale: 1e-5 times the root mean square of y."""
+    return _SMALLEST_NOISE * math.sqrt(square_y / n)
+
+
+class _Spectra(NamedTuple):
+    """A batch of m gate vectors with k open gates, and the decompositions of their open blocks."""
+
+    rows: Tensor  # which gate vectors, shape (m,)
+    open: Tensor  # their open features, shape (m, k)
+    values: Tensor  # lambda, shape (m, k)
+    projected: Tensor  # c, shape (m, k)
+    vectors: Tensor  # v, in columns, shape (m, k, k)
+
+    def at(self, index: Tensor) -> _Spectra:
+        """Those of some gate vectors."""
+        return _Spectra(*(x[index] for x in self))
+
+    def _gains(self, log_ratio: Tensor) -> Tensor:
+        """r / (1 + r lambda), shape ``(m, k, R)``, for log ratios of shape ``(m, R)``."""
+        return 1 / ((-2 * log_ratio)[:, None, :].exp() + self.values[:, :, None])
+
+    def moments(self, grid: Grid) -> tuple[Tensor, Tensor]:
+        """Means of the open coefficients and of their squares, each of shape ``(m, k)``."""
+        probs, gains = grid.probs(), self._gains(grid.log_ratio)
+        means = self.vectors @ (gains * self.projected[:, :, None])
+        by_ratio = probs.sum(2)[:, None, :]
+        noise = (probs * (2 * grid.log_noise).exp()).sum(2)[:, None, :]
+        spread = self.vectors.square() @ (gains * noise).sum(2, keepdim=True)
+        return (means * by_ratio).sum(2), (means.square() * by_ratio).sum(2) + spread[:, :, 0]
+
+    def draw(self, log_ratio: Tensor, log_noise: Tensor, generator: torch.Generator) -> Tensor:
+        """Open coefficients given the scales of each gate vector, shape ``(m, k)``."""
+        gains = self._gains(log_ratio[:, None])[:, :, 0]
+        noise = torch.randn(gains.shape, generator=generator, dtype=torch.float64)
+        coordinates = gains * self.projected + log_noise[:, None].exp() * gains.sqrt() * noise
+        return (self.vectors @ coordinates[:, :, None])[:, :, 0]
+
+
+class GaussianEvidence(GridEvidence[_Spectra]):
     """Gate vectors of a Gaussian regression with everything else integrated out.
 
     Each has its own grid of the unknown scales, around their mode. A mean square residual counts as at least that of
@@ -61,8 +94,8 @@ class GaussianStates:
     """
 
     def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
         x, y = problem.x, problem.y
-        self.problem = problem
         self._n, self._p = problem.size, x.shape[1]
         self._square_y = float(y @ y)
         if not len(y):
@@ -70,71 +103,56 @@ class GaussianStates:
         if problem.prior.noise_scale is None and self._square_y == 0:
             raise ValueError("Expected y to vary, as the noise scale is unknown, but y is constant; set noise_scale.")
         both = problem.prior.noise_scale is None and problem.prior.slab_scale is None
-        self._rough, self._fine = (_CLOSE_TO_NORMAL if self._n > _MANY else _SKEWED) if both else (1, 1)
+        self._coarse, self._fine = (_CLOSE_TO_NORMAL if self._n > _MANY else _SKEWED) if both else (1, 1)
         self._linear = x.T @ y
         self._quadratic = quadratic_of(x, self._linear)
 
-    def log_marginal(self, z: Tensor) -> Tensor:
-        """log p(y, z) with hyperparameters and coefficients integrated out, for gates of shape ``(S, G)``."""
-        z = self.problem.checked(z)
-        return log_marginals(gate_prior(self.problem.prior).log_prob(z), map(self._part, self._parts(z)))
-
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Means of the coefficients and of their squares over states of weights that add up to one, each ``(p, K)``."""
+        """Means of the coefficients and of their squares over gate vectors of weights that sum to one, ``(p, K)``."""
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
-        for part, spectrum in self._parts(self.problem.checked(z)):
-            mean, square = spectrum.moments(self._grid_at(spectrum, self._nodes(spectrum)[0], self._fine))
-            weight = weights[part.rows, None]
-            first.index_add_(0, part.open.flatten(), (weight * mean).flatten())
-            second.index_add_(0, part.open.flatten(), (weight * square).flatten())
+        for batch in self._batches(self.problem.checked(z)):
+            mean, square = batch.moments(self._grid(batch, self._nodes(batch)[0]))
+            weight = weights[batch.rows, None]
+            first.index_add_(0, batch.open.flatten(), (weight * mean).flatten())
+            second.index_add_(0, batch.open.flatten(), (weight * square).flatten())
         return first[:, None], second[:, None]
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """One draw of the coefficients and of what is unknown for each state."""
-        distinct, state = distinct_states(self.problem.checked(z))
+        """One draw of the coefficients and of what is unknown for each gate vector."""
+        distinct, vector = distinct_vectors(self.problem.checked(z))
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
         parts = []
-        for part, spectrum in self._parts(distinct):
-            rows, place = draws_of(part.rows, state)
-            log_ratio[rows], log_noise[rows] = self._grid_at(spectrum, self._nodes(spectrum)[0], _SKEWED[1]).draw(
-                place, generator
-            )
+        for batch in self._batches(distinct):
+            rows, which = draws_of(batch.rows, vector)
+            grid = self._grid(batch, self._nodes(batch)[0], _SKEWED[1])
+            log_ratio[rows], log_noise[rows] = grid.draw(which, generator)
             if self.problem.prior.slab_scale is not None:
                 log_noise[rows] = math.log(self.problem.prior.slab_scale) - log_ratio[rows]
-            beta = spectrum.at(place).draw(log_ratio[rows], log_noise[rows], generator)
-            parts.append((Group(rows, part.open[place]), beta[:, :, None]))
+            beta = batch.at(which).draw(log_ratio[rows], log_noise[rows], generator)
+            parts.append((Batch(rows, batch.open[which]), beta[:, :, None]))
         return Draws(
             sparse_rows(parts, len(z), self._p, 1),
             torch.zeros(len(z), 1, dtype=torch.float64).numpy(),
             (log_ratio + log_noise).exp().numpy(),
             log_noise.exp().numpy(),
-            draw_rate(self.problem.prior, z, generator),
+            self.problem.prior.draw_rate(z, generator),
         )
 
-    def _parts(self, z: Tensor) -> Iterator[tuple[Group, _Spectrum]]:
-        """Some states after the other, with their decompositions."""
-        for group in groups_of(self.problem.switched(z)):
-            k = group.open.shape[1]
-            for part in group.split(max(1, _ENTRIES // (NODES * max(self._fine, k) + k * k))):
-                yield part, self._spectrum(part.open)
+    def _batches(self, z: Tensor) -> Iterator[_Spectra]:
+        for rows, features in batches_of(
+            self.problem.switched(z), lambda k: _ENTRIES // (NODES * max(self._fine, k) + k * k)
+        ):
+            values, vectors = torch.linalg.eigh(self._quadratic.blocks(features))
+            projected = (vectors.mT @ self._linear[features][:, :, None])[:, :, 0]
+            yield _Spectra(rows, features, values.clamp(min=0), projected, vectors)
 
-    def _part(self, part: tuple[Group, _Spectrum]) -> Part:
-        (rows, _), spectrum = part
-        nodes, rough = self._nodes(spectrum)
-        return rows, rough, lambda some: self._grid_at(spectrum.at(some), nodes[some], self._fine)
-
-    def _spectrum(self, index: Tensor) -> _Spectrum:
-        values, vectors = torch.linalg.eigh(self._quadratic.blocks(index))
-        projected = (vectors.mT @ self._linear[index][:, :, None])[:, :, 0]
-        return _Spectrum(values.clamp(min=0), projected, vectors)
-
-    def _nodes(self, spectrum: _Spectrum) -> tuple[Tensor, Tensor]:
-        """Log ratios for each state, shape ``(s, R)``, and its rough log p(y | z)."""
+    def _nodes(self, batch: _Spectra) -> tuple[Tensor, Tensor]:
+        """Of the log ratio."""
         prior = self.problem.prior
-        (lowest, highest), (least, most) = slab_range(prior), self._noise_range()
+        (lowest, highest), (least, most) = prior.slab_range(), self._noise_range()
         return nodes_around_mode(
-            lambda nodes: self._grid_at(spectrum, nodes, self._rough).log_by_ratio(),
-            torch.tensor([lowest - most, highest - least], dtype=torch.float64).expand(len(spectrum.values), 2),
+            lambda nodes: self._grid(batch, nodes, self._coarse).log_by_ratio(),
+            torch.tensor([lowest - most, highest - least], dtype=torch.float64).expand(len(batch.rows), 2),
             # With a known slab scale the ratio is as sure as the noise scale, whose density may be narrow.
             rounds=1 if prior.slab_scale is None else max(2, math.ceil(math.log10(max(self._n, 30.0) / 30))),
         )
@@ -148,26 +166,25 @@ class GaussianStates:
         smallest = math.log(smallest_noise(self._n, self._square_y))
         return smallest - below, 0.5 * math.log(self._square_y / self._n) + above
 
-    def _grid_at(self, spectrum: _Spectrum, log_ratio: Tensor, number: int) -> Grid:
-        """The grid whose log ratios are given, shape ``(s, R)``, with so many nodes of an unknown noise scale."""
+    def _grid(self, batch: _Spectra, nodes: Tensor, number: int | None = None) -> Grid:
+        """The grid whose log ratios are given, with so many nodes of an unknown noise scale."""
         prior, n = self.problem.prior, self._n
-        explained, log_det = _sums(spectrum.values, spectrum.projected.square(), log_ratio)
+        explained, log_det = _sums(batch.values, batch.projected.square(), nodes)
         least = n * smallest_noise(n, self._square_y) ** 2 if prior.noise_scale is None else 0.0
         residual = (self._square_y - explained)[:, :, None].clamp(min=least)
         if prior.noise_scale is not None:
             log_noise = torch.full_like(residual, math.log(prior.noise_scale))
         elif prior.slab_scale is not None:
-            log_noise = math.log(prior.slab_scale) - log_ratio[:, :, None]
+            log_noise = math.log(prior.slab_scale) - nodes[:, :, None]
         else:
             below, above = _noise_widths(n)
-            log_noise = 0.5 * (residual / n).log() + torch.linspace(-below, above, number, dtype=torch.float64)
+            steps = torch.linspace(-below, above, self._fine if number is None else number, dtype=torch.float64)
+            log_noise = 0.5 * (residual / n).log() + steps
         log_joint = torch.addcmul(-n * log_noise, residual, (-2 * log_noise).exp_(), value=-0.5)
         log_joint -= 0.5 * log_det[:, :, None] + 0.5 * n * math.log(2 * math.pi)
-        if prior.noise_scale is None:
-            log_joint += log_half_cauchy(log_noise, prior.noise_unit)
-        if prior.slab_scale is None:
-            log_joint += log_half_normal(log_noise + log_ratio[:, :, None], prior.slab_unit)
-        return Grid(log_ratio, log_noise, log_joint)
+        log_joint += prior.log_noise(log_noise)
+        log_joint += prior.log_slab(log_noise + nodes[:, :, None])
+        return Grid(nodes, log_noise, log_joint)
 
 
 def _noise_widths(n: float) -> tuple[float, float]:
@@ -181,40 +198,8 @@ def _noise_widths(n: float) -> tuple[float, float]:
     return math.sqrt(NEGLIGIBLE / n), above
 
 
-class _Spectrum(NamedTuple):
-    """Decomposition of the open blocks of s states with k open gates."""
-
-    values: Tensor  # lambda, shape (s, k)
-    projected: Tensor  # c, shape (s, k)
-    vectors: Tensor  # v, in columns, shape (s, k, k)
-
-    def at(self, state: Tensor) -> _Spectrum:
-        """Of certain states, shape ``(N,)``."""
-        return _Spectrum(*(x[state] for x in self))
-
-    def _gains(self, log_ratio: Tensor) -> Tensor:
-        """r / (1 + r lambda), shape ``(s, k, R)``, for log ratios of shape ``(s, R)``."""
-        return 1 / ((-2 * log_ratio)[:, None, :].exp() + self.values[:, :, None])
-
-    def moments(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Means of the open coefficients and of their squares, each of shape ``(s, k)``."""
-        probs, gains = grid.probs(), self._gains(grid.log_ratio)
-        means = self.vectors @ (gains * self.projected[:, :, None])
-        by_ratio = probs.sum(2)[:, None, :]
-        noise = (probs * (2 * grid.log_noise).exp()).sum(2)[:, None, :]
-        spread = self.vectors.square() @ (gains * noise).sum(2, keepdim=True)
-        return (means * by_ratio).sum(2), (means.square() * by_ratio).sum(2) + spread[:, :, 0]
-
-    def draw(self, log_ratio: Tensor, log_noise: Tensor, generator: torch.Generator) -> Tensor:
-        """Open coefficients given the scales of each state, shape ``(s, k)``."""
-        gains = self._gains(log_ratio[:, None])[:, :, 0]
-        noise = torch.randn(gains.shape, generator=generator, dtype=torch.float64)
-        coordinates = gains * self.projected + log_noise[:, None].exp() * gains.sqrt() * noise
-        return (self.vectors @ coordinates[:, :, None])[:, :, 0]
-
-
 def _sums(values: Tensor, squares: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """a(r) and d(r) at log ratios of shape ``(s, R)``."""
+    """a(r) and d(r) at log ratios of shape ``(m, R)``."""
     ratio = (2 * log_ratio).exp()
     explained, log_det = torch.zeros(2, *ratio.shape, dtype=torch.float64)
     for some_values, some_squares in zip(values.split(_FACTORS, 1), squares.split(_FACTORS, 1), strict=True):
