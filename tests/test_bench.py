@@ -34,9 +34,10 @@ def test_enumeration_is_calibrated():
 def test_every_part_for_a_gpu_runs_and_continues_where_it_stopped(tmp_path):
     """A short run and a long one; the report has every table."""
     script, options = "steps/bench_gpu.py", ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    assert "stopped before 'λ = 0.001'" in run(script, "cifar", "--minutes", "0.001", *options)
-    printed = run(script, "equality", "speed", "cifar", "report", "--minutes", "9", *options)
-    assert "cifar: epochs:" not in printed  # that was found before
+    stopped = run(script, "equality", "--minutes", "0.001", *options)
+    assert "equality stopped before" in stopped
+    printed = run(script, "equality", "speed", "report", "--minutes", "9", *options)
+    assert not set(stopped.splitlines()[:-1]) & set(printed.splitlines())  # those were found before
     assert "Equality in float64" in printed
-    for row in ("| MLP, float32, eager |", "| WRN-28-10, bfloat16, compile |", "| dropout 0.3 |"):
+    for row in ("| MLP, float32, eager |", "| WRN-28-10, bfloat16, compile |"):
         assert row in printed

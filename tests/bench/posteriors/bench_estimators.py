@@ -23,8 +23,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.selection import SpikeSlabRegressor
-from tests.bench.posteriors.bench_posteriors import cell, print_row, table_head
+from tests.bench.posteriors.bench_posteriors import cell
 from tests.bench.posteriors.posterior_references import reference
+from tests.bench.timing import options_of, table_head, table_row
 from tests.reference_posteriors import Posterior
 from tests.spike_slab_designs import Design, gaussian_designs, wide_designs
 
@@ -72,12 +73,12 @@ def rows(method: str, options: argparse.Namespace) -> bool:
                 cells += [cell(max(by_name[name]), limit), cell(statistics.median(by_name[name]))]
             cells += [cell(max(by_name["mean"])), cell(max(by_name["sd"])), cell(max(by_name["seconds"]), limits[2])]
             kept &= not any("!" in c for c in cells)
-            print_row(cells)
+            table_row(*cells)
     return kept
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--method", choices=METHODS, action="append")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--design", default="", help="part of a name")
@@ -87,7 +88,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, seeds 0 to {options.seeds - 1}")
     heads = ["PIP error: worst", "median", "evidence: worst", "median", "mean: worst", "sd: worst", "seconds: worst"]
-    table_head(["method", "design", *heads])
+    table_head("method", "design", *heads)
     kept = [rows(method, options) for method in options.method or METHODS]
     sys.exit(not all(kept))
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
 from tests.bench.posteriors.posterior_references import reference
+from tests.bench.timing import options_of, table_head, table_row
 from tests.reference_posteriors import Posterior
 from tests.spike_slab_designs import (
     Design,
@@ -144,7 +145,7 @@ def accuracy(line: int, options: argparse.Namespace) -> bool:
     kept = True
     names = ["sigma", "log sigma", "tau", "log tau", "rate"] if line == 3 else []
     head = ["design", "error: worst", "median", "limit", "gap: worst", "median", "limit", "seconds: worst", "limit"]
-    table_head([*head, "flagged", "moved: worst", "mean of zw", *names])
+    table_head(*head, "flagged", "moved: worst", "mean of zw", *names)
     for part in LINES[line]:
         for design, runs in runs_by_design(part, options):
             limits, cells = part.limits, [design.name]
@@ -162,14 +163,14 @@ def accuracy(line: int, options: argparse.Namespace) -> bool:
                 off = float((pair - 0.5).abs().max())
                 cells[0] += f" ({pair.min():.3f} to {pair.max():.3f}{'!' if off > PAIR else ''})"
             kept &= not any("!" in c for c in cells)
-            print_row(cells)
+            table_row(*cells)
     return kept
 
 
 def guides(options: argparse.Namespace) -> bool:
     """Print the table of line 4, a row for each guide; it has no limits."""
     designs = [d for d in gaussian_designs() if d.name in (*MISLED, "AR(1)")]
-    table_head(["gates", "slabs", *(design.name for design in designs)])
+    table_head("gates", "slabs", *(design.name for design in designs))
     for gates, slabs in GUIDES:
         cells, how = [gates, slabs], argparse.Namespace(**{**vars(options), "gates": gates, "slabs": slabs})
         for design in designs:
@@ -177,14 +178,14 @@ def guides(options: argparse.Namespace) -> bool:
             gap, error, seconds = (max(getattr(r, name) for r in runs) for name in ("gap", "error", "seconds"))
             flagged = f"{sum(r.is_flagged for r in runs)} of {len(runs)}"
             cells.append(f"{gap:.3f} / {error:.3f} / {seconds:.1f} s; {flagged}")
-        print_row(cells)
+        table_row(*cells)
     return True
 
 
 def verdicts(options: argparse.Namespace) -> bool:
     """Print the table of line 6; returns whether each verdict is the one that is wanted."""
     kept = True
-    table_head(["design", "gates", "slabs", "flagged", "wanted", "error: least", "most", "moved: least", "most"])
+    table_head("design", "gates", "slabs", "flagged", "wanted", "error: least", "most", "moved: least", "most")
     for gates, slabs in GUIDES:
         guide = argparse.Namespace(**{**vars(options), "gates": gates, "slabs": slabs})
         is_wrong = gates == "mean_field"
@@ -195,23 +196,13 @@ def verdicts(options: argparse.Namespace) -> bool:
             errors, moves = [r.error for r in runs], [r.moved for r in runs]
             marked = f"{flagged} of {len(runs)}{'' if flagged == wanted else '!'}"
             spans = [cell(f(values)) for values in (errors, moves) for f in (min, max)]
-            print_row([design.name, gates, slabs, marked, str(wanted), *spans])
+            table_row(design.name, gates, slabs, marked, wanted, *spans)
     return kept
-
-
-def table_head(names: list[str]) -> None:
-    """The first two lines of a table."""
-    print_row(names)
-    print_row(["---"] * len(names))
-
-
-def print_row(cells: list[str]) -> None:
-    print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
     """Print the tables that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--line", type=int, choices=(1, 2, 3, 4, 6), action="append", required=True)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--design", default="", help="part of a name")

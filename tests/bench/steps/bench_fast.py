@@ -8,12 +8,9 @@ does other work disturbs them little; printed is the median over ``--rounds`` ro
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +27,8 @@ from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.square_norms import square_norms
 from tests.bench.steps.bench_step import GROUP_SIZES, LAM, NUM_DATA, SIZES, Model
+from tests.bench.timing import Step, medians, options_of, seconds_in_turn
 
-Step = Callable[[], None]
 # The doors that a loss passes; "all" closes every one.
 DOORS: dict[Objective, tuple[str, ...]] = {
     "l0": ("joint_draws", "deferred_products", "record", "all"),
@@ -75,25 +72,25 @@ def wrn_step(depth: int, width: int, batch: int) -> Step:
     return step
 
 
+def closed(step: Step, door: str) -> Step:
+    def run() -> None:
+        with fast.disabled(*(() if door == "all" else (door,))):
+            step()
+
+    return run
+
+
 def ratios(step: Step, doors: tuple[str, ...], rounds: int, repeats: int) -> tuple[float, dict[str, float]]:
     """Median seconds of a step with all doors open, and the median ratio to it with each of some closed."""
-    seconds: dict[str, list[float]] = {door: [] for door in ("none", *doors)}
-    ways = list(seconds)
-    for i in range(rounds + 1):
-        for door in ways[i % len(ways) :] + ways[: i % len(ways)]:  # no way is always the first
-            closed = fast.disabled(*(() if door == "all" else (door,))) if door != "none" else nullcontext()
-            with closed:
-                start = time.process_time()
-                for _ in range(repeats):
-                    step()
-                seconds[door].append((time.process_time() - start) / repeats)
-    base = seconds["none"][1:]
-    found = {door: statistics.median(x / b for x, b in zip(seconds[door][1:], base, strict=True)) for door in doors}
-    return statistics.median(base), found
+    steps = {"none": step, **{door: closed(step, door) for door in doors}}
+    seconds = seconds_in_turn(steps, rounds, repeats, time.process_time)
+    base = seconds.pop("none")
+    found = {door: [x / b for x, b in zip(values, base, strict=True)] for door, values in seconds.items()}
+    return statistics.median(base), medians(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--objectives", nargs="+", choices=DOORS, default=list(DOORS))
     parser.add_argument("--batches", type=int, nargs="+", default=[100, 250, 500])

@@ -1,7 +1,7 @@
-"""What the library does on a GPU: python tests/bench/steps/bench_gpu.py equality reads speed cifar --data-dir CIFAR
+"""What the library does on a GPU: python tests/bench/steps/bench_gpu.py equality reads speed report
 
-Four pieces, each of units that are written to ``--out`` as they finish. A run stops after ``--minutes`` and the next
-one goes on where it stopped, within a training too; so a GPU that is available for minutes at a time is enough.
+Three pieces, each of units that are written to ``--out`` as they finish. A run stops after ``--minutes`` and the next
+one goes on where it stopped, so that a GPU that is available for minutes at a time is enough.
 ``report`` prints the tables of what is there.
 
 equality: losses and gradients of every family, objective and estimator, and compacted networks, beside the CPU's. Both
@@ -10,18 +10,14 @@ reads: training steps under CUDA's synchronisation debug mode, which raises wher
 speed: steps per second of MLP, LeNet-5 and WRN-28-10 with gates and without, in float32 and bfloat16 (autocast), as
     they are, under torch.compile and as CUDA graphs; the share of the peak is that of a product of large matrices in
     the same precision, timed in the same run. Without TF32.
-cifar: WRN-28-10 on CIFAR-10 at two prices beside dropout, the papers' 200 epochs scaled to ``--training-minutes`` for
-    all of them.
 
 ``--device cpu --tiny`` tries the script out on small networks; reads and CUDA graphs are then left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,8 +41,8 @@ from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.square_norms import square_norms
-from tests.bench.steps.bench_gpu_cifar import cifar_units
 from tests.bench.steps.bench_wrn import without_gates
+from tests.bench.timing import medians, options_of, seconds_in_turn
 from tests.cases import ATOMIC, FAMILIES
 
 NUM_DATA = 50_000
@@ -188,20 +184,6 @@ def reads_units(device: str, tiny: bool) -> Units:
         yield name, lambda k=kind, o=options: count(k, o)
 
 
-def timed(step: Callable[[], Any], device: str, rounds: int) -> float:
-    """Median seconds of a step over rounds of ten."""
-    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
-    seconds = []
-    for _ in range(rounds + 1):
-        wait()
-        start = time.perf_counter()
-        for _ in range(10):
-            step()
-        wait()
-        seconds.append((time.perf_counter() - start) / 10)
-    return statistics.median(seconds[1:])
-
-
 def as_graph(step: Callable[[], Any]) -> Callable[[], Any]:
     """A step as a CUDA graph."""
     stream = torch.cuda.Stream()
@@ -219,7 +201,7 @@ def as_graph(step: Callable[[], Any]) -> Callable[[], Any]:
 def peak(device: str, dtype: torch.dtype, size: int) -> float:
     """Operations per second of a product of large matrices."""
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-    return 2 * size**3 / timed(lambda: a @ b, device, 3)
+    return 2 * size**3 / medians(seconds_in_turn({"product": lambda: a @ b}, 3, 10, device=device))["product"]
 
 
 def speed_units(device: str, tiny: bool) -> Units:
@@ -263,20 +245,15 @@ def speed_units(device: str, tiny: bool) -> Units:
         steps = {"dense": dense_step, "gated": gated_step}
         if mode == "graph":
             steps = {key: as_graph(step) for key, step in steps.items()}
-        rounds = 1 if tiny else 5
-        seconds: dict[str, list[float]] = {key: [] for key in steps}
-        for _ in range(1 if tiny else 3):  # in turn
-            for key, step in steps.items():
-                seconds[key].append(timed(step, device, rounds))
-        medians = {key: statistics.median(values) for key, values in seconds.items()}
+        seconds = medians(seconds_in_turn(steps, 1 if tiny else 15, 10, device=device))
         flops = 3 * 2 * work.cost.total_macs * len(x)
         best = peak(device, torch.bfloat16 if amp else torch.float32, 256 if tiny else 8192)
         return {
-            "dense": 1 / medians["dense"],
-            "gated": 1 / medians["gated"],
-            "ratio": medians["gated"] / medians["dense"],
-            "dense share": flops / medians["dense"] / best,
-            "gated share": flops / medians["gated"] / best,
+            "dense": 1 / seconds["dense"],
+            "gated": 1 / seconds["gated"],
+            "ratio": seconds["gated"] / seconds["dense"],
+            "dense share": flops / seconds["dense"] / best,
+            "gated share": flops / seconds["gated"] / best,
         }
 
     torch.backends.cudnn.allow_tf32 = False
@@ -302,22 +279,14 @@ def report(found: dict[str, dict[str, Any]]) -> None:
         for key, x in found["speed"].items():
             shares = f"{100 * x['dense share']:.1f} and {100 * x['gated share']:.1f} %"
             print(f"| {key} | {x['dense']:.1f} | {x['gated']:.1f} | {x['ratio']:.2f} | {shares} |")
-    if found.get("cifar"):
-        print("\n| WRN-28-10, CIFAR-10 | epochs | final test error | multiply-adds left | seconds an epoch |")
-        print("|---|---|---|---|---|")
-        for key, x in found["cifar"].items():
-            if isinstance(x, dict):
-                print(f"| {key} | {x['epochs']} | {x['error']:.2f} % | {x['macs']} | {x['seconds']:.1f} |")
 
 
 def main() -> None:
     """Run the pieces for a while."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pieces", nargs="+", choices=["equality", "reads", "speed", "cifar", "report"])
+    parser = options_of(__doc__)
+    parser.add_argument("pieces", nargs="+", choices=["equality", "reads", "speed", "report"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--training-minutes", type=float, default=40.0)
-    parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -330,16 +299,10 @@ def main() -> None:
     path = options.out / "found.json"
     found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
 
-    def save() -> None:
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(found, indent=1))
-        fresh.replace(path)
-
     units: dict[str, Callable[[], Units]] = {
         "equality": lambda: equality_units(options.device, options.tiny),
         "reads": lambda: reads_units(options.device, options.tiny),
         "speed": lambda: speed_units(options.device, options.tiny),
-        "cifar": lambda: cifar_units(options, found.setdefault("cifar", {}), deadline),
     }
     for piece in options.pieces:
         for key, work in units[piece]() if piece in units else ():
@@ -349,14 +312,11 @@ def main() -> None:
             if time.monotonic() > deadline:
                 print(f"{piece} stopped before {key!r} after {options.minutes:g} minutes; run again to go on")
                 return
-            value = work()
-            if value is None:
-                print(f"{piece} stopped within {key!r}; run again to go on")
-                save()
-                return
-            done[key] = value
-            save()
-            print(f"{piece}: {key}: {value}", flush=True)
+            done[key] = work()
+            fresh = path.with_suffix(".new")
+            fresh.write_text(json.dumps(found, indent=1))
+            fresh.replace(path)
+            print(f"{piece}: {key}: {done[key]}", flush=True)
     if "report" in options.pieces:
         report(found)
 

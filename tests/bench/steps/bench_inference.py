@@ -6,41 +6,27 @@ thread, without gradients; the ratio is that of the medians.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.networks import NetworkName, build
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn import Gate
 from pyro_l0.nn.gate import name_gates
+from tests.bench.timing import medians, options_of, seconds_in_turn
 
 BATCHES: dict[NetworkName, tuple[int, ...]] = {"mlp": (1, 1000), "lenet5": (1, 256)}
 
 
-@torch.no_grad()
-def time_both(networks: dict[str, nn.Module], x: torch.Tensor, rounds: int) -> dict[str, float]:
-    """Median seconds per call, both in turn."""
-    repeats = max(1, 2000 // len(x))
-    times: dict[str, list[float]] = {name: [] for name in networks}
-    for _ in range(rounds + 2):
-        for name, network in networks.items():
-            start = time.perf_counter()
-            for _ in range(repeats):
-                network(x)
-            times[name].append((time.perf_counter() - start) / repeats)
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     for name in BATCHES:
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--rounds", type=int, default=30)
@@ -57,7 +43,10 @@ def main() -> None:
         small = load_compacted(network, folder / "pruned").network
         weights = sum(p.numel() for p in small.parameters() if p.dim() > 1)
         for batch in batches:
-            seconds = time_both({"dense": dense, "small": small}, torch.rand(batch, 784), options.rounds)
+            x = torch.rand(batch, 784)
+            calls = {"dense": partial(dense, x), "small": partial(small, x)}
+            with torch.no_grad():
+                seconds = medians(seconds_in_turn(calls, options.rounds, max(1, 2000 // batch)))
             print(
                 f"{name:8s}{weights:8,d} weights, batch {batch:5d}: dense {1e3 * seconds['dense']:8.3f} ms, compacted "
                 f"{1e3 * seconds['small']:8.3f} ms, {seconds['dense'] / seconds['small']:6.2f} times faster"

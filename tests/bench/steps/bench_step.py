@@ -9,12 +9,11 @@ the same call of ``cross_entropy`` in all of them; "l0, plate" states it by a su
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import multiprocessing
 import platform
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,8 @@ import torch.nn.functional as F
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 from torch.distributions import kl_divergence
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0 import (
     BernoulliGate,
@@ -43,11 +44,11 @@ from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.maths import hard_concrete_kl, quadrature
 from pyro_l0.nn import Gate, L0Gate, penalty
 from pyro_l0.nn.gate import name_gates
+from tests.bench.timing import Step, medians, options_of, peak_kib, seconds_in_turn
 
 NUM_DATA, BATCH, LAM, SIZES = 60_000, 100, 0.1, (784, 300, 100, 10)
 GROUP_SIZES = {"net.0": 300.0, "net.3": 100.0, "net.6": 10.0}
 PLACES = torch.arange(BATCH)
-Step = Callable[[], None]
 
 
 class Model(nn.Module):
@@ -152,7 +153,7 @@ def time_torch(rounds: int) -> None:
         kinds = {"": False, ", compiled": True}
         steps = {f"dense{kind}": torch_step(x, y, False, compiled) for kind, compiled in kinds.items()}
         steps |= {f"L0Gate{kind}": torch_step(x, y, True, compiled) for kind, compiled in kinds.items()}
-        seconds = time_steps(steps, rounds)
+        seconds = medians(seconds_in_turn(steps, rounds, 20))
         for kind in kinds:
             dense, gated = seconds[f"dense{kind}"], seconds[f"L0Gate{kind}"]
             figures = f"dense {1e3 * dense:.3f} ms, L0Gate {1e3 * gated:.3f} ms, ratio {gated / dense:.3f}"
@@ -188,23 +189,6 @@ def _step(loss: Callable[[], Tensor], module: nn.Module) -> Step:
     return step
 
 
-def time_steps(
-    steps: dict[str, Step], rounds: int, repeats: int = 20, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
-    """Median seconds per step, all steps in turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        for _ in range(repeats):
-            step()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            start = clock()
-            for _ in range(repeats):
-                step()
-            times[name].append((clock() - start) / repeats)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def sample_and_kl(num_gates: int) -> tuple[float, float]:
     """Seconds and peak bytes of rsample, KL and their gradient for many gates, in a process of its own."""
     torch.set_num_threads(1)
@@ -218,23 +202,17 @@ def sample_and_kl(num_gates: int) -> tuple[float, float]:
 
     if num_gates <= 1_000_000:
         run()  # warm; at the largest size the one run is long enough
-    before = _peak_kib()
+    before = peak_kib()
     repeats = max(1, 2_000_000 // num_gates)
     start = time.perf_counter()
     for _ in range(repeats):
         run()
     seconds = (time.perf_counter() - start) / repeats
-    return seconds, 1024.0 * (_peak_kib() - before)
-
-
-def _peak_kib() -> int:
-    """Peak resident memory of this process (Linux; getrusage would report the parent's at the time of the fork)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0])
+    return seconds, 1024.0 * (peak_kib() - before)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--svi", action="store_true", help="processor time of Pyro's SVI, and nothing else")
     parser.add_argument("--torch", action="store_true", help="plain loops with L0Gate, and nothing else")
@@ -249,7 +227,7 @@ def main() -> None:
         steps = {"dense": dense_step(x, y), "dense, SVI": svi_step(None, x, y)}
         for name in ("l0", "free_energy"):
             steps |= {name: library_step(name, x, y), f"{name}, SVI": svi_step(name, x, y)}
-        seconds = time_steps(steps, options.rounds, 5, time.process_time)
+        seconds = medians(seconds_in_turn(steps, options.rounds, 5, time.process_time))
         for name, value in seconds.items():
             print(f"{name:24s}{1e3 * value:8.3f} ms a step, / dense by SVI {value / seconds['dense, SVI']:6.3f}")
         return
@@ -261,7 +239,7 @@ def main() -> None:
         "free_energy": library_step("free_energy", x, y),
         "free_energy by hand": hand_step("free_energy", x, y),
     }
-    seconds = time_steps(steps, options.rounds)
+    seconds = medians(seconds_in_turn(steps, options.rounds, 20))
     print(f"{platform.machine()}, torch {torch.__version__}, one thread, {options.rounds} rounds in turn")
     for name, value in seconds.items():
         print(f"{name:24s}{1e3 * value:8.3f} ms a step")
@@ -278,7 +256,7 @@ def main() -> None:
     print("\nl0 with other gates, one thread, in turn")
     others = (RectifiedNormal, HardKumaraswamy, ExponentialGate, ExponentialUniformGate, PowerLawGate, BernoulliGate)
     steps = {family.__name__: library_step("l0", x, y, family) for family in (HardConcrete, *others)}
-    seconds = time_steps(steps, options.rounds)
+    seconds = medians(seconds_in_turn(steps, options.rounds, 20))
     for name, value in seconds.items():
         print(f"{name:24s}{1e3 * value:8.3f} ms a step, / HardConcrete {value / seconds['HardConcrete']:6.3f}")
 

@@ -10,7 +10,6 @@ falls on all of them. ``--epochs 200`` and the options of examples/mnist.py give
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import statistics
@@ -23,12 +22,14 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.averages import Average
 from common.data import Images, load_mnist
 from common.mnist_run import Options, Run
 from common.networks import build
 from pyro_l0.nn import Gate
+from tests.bench.timing import options_of, seconds_in_turn
 
 ROUNDS, STEPS = 60, 10  # of the runs that do not shrink
 
@@ -57,7 +58,7 @@ class DenseRun:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--network", choices=["mlp", "lenet5"], default="mlp")
     parser.add_argument("--lam", type=float, nargs="+", default=[0.1])
@@ -85,15 +86,12 @@ def main() -> None:
     }
     if options.weight_decay:
         unshrunk["gated"] = gated(few, options.weight_decay, shrink=False)
-    seconds = {name: [time_epoch(run) for _ in range(2)] for name, run in unshrunk.items()}
-    for _ in range(ROUNDS):
-        for name, run in unshrunk.items():
-            seconds[name].append(time_epoch(run))
-    of_dense = seconds.pop("dense")[2:]  # without the warm-up
+    seconds = seconds_in_turn({name: run.train_epoch for name, run in unshrunk.items()}, ROUNDS)
+    of_dense = seconds.pop("dense")
     print(f"dense: {1e3 * statistics.median(of_dense) / STEPS:.2f} ms a step", flush=True)
     for name, values in seconds.items():
-        low, median, high = statistics.quantiles((x / y for x, y in zip(values[2:], of_dense, strict=True)), n=4)
-        step = 1e3 * statistics.median(values[2:]) / STEPS
+        low, median, high = statistics.quantiles((x / y for x, y in zip(values, of_dense, strict=True)), n=4)
+        step = 1e3 * statistics.median(values) / STEPS
         quartiles = f"quartiles {low:.2f} and {high:.2f} of {ROUNDS} rounds"
         print(f"{name}, without shrinking: {step:.2f} ms a step, {median:.2f} of a dense one ({quartiles})", flush=True)
 

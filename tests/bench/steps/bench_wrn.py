@@ -7,10 +7,7 @@ The defaults are WRN-16-4; ``--depth 28 --width 10`` is the papers' network.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,11 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from cifar_wrn import Options, Run
 from common.data import Images
 from common.residual import wide_resnet
 from pyro_l0.nn import Gate
+from tests.bench.timing import medians, options_of, peak_kib, seconds_in_turn
 
 
 def without_gates(net: nn.Module) -> nn.Module:
@@ -36,7 +35,7 @@ def without_gates(net: nn.Module) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=128)
@@ -75,17 +74,7 @@ def main() -> None:
         loss.backward()
         optimiser.step()
 
-    times: dict[str, list[float]] = {"dense": [], "gated": []}
-    for _ in range(options.rounds + 1):
-        for name, step in (("dense", dense_step), ("gated", gated_step)):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-    seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
+    seconds = medians(seconds_in_turn({"dense": dense_step, "gated": gated_step}, options.rounds, device=device.type))
     macs = 3 * 2 * run.cost.total_macs * size  # forward and two backward products, two operations each
     print(f"WRN-{options.depth}-{options.width}, batch {size}, {options.device}, {options.threads} threads")
     print(f"dense {seconds['dense']:8.3f} s a step, {macs / seconds['dense'] / 1e12:7.2f} TFLOP/s")
@@ -93,8 +82,7 @@ def main() -> None:
     if device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     else:
-        peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-        print(f"peak memory of the process with both networks {peak / 2**20:.2f} GiB")
+        print(f"peak memory of the process with both networks {peak_kib() / 2**20:.2f} GiB")
 
 
 if __name__ == "__main__":
