@@ -15,6 +15,7 @@ from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import check_given
+from pyro_l0.nn.l0_gate import forget_calls
 
 
 class InputSizes:
@@ -111,6 +112,7 @@ def apply_in_place(
         set_value(buffer, torch.tensor(index, dtype=torch.long, device=buffer.device))
     for path, change in plan.changes.items():
         change_gate(network, path, change, like)
+    forget_calls(network)
     for path, size in plan.norms.items():
         reduce_norm(modules[path], size)
     set_attributes(network, plan.attributes)

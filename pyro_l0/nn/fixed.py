@@ -10,6 +10,7 @@ from pyro_l0.expect import expect
 from pyro_l0.fast.products import aligned, multiply_along
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import GateLayer, check_given, check_units, gate_names, keep_being_called
+from pyro_l0.nn.l0_gate import forget_calls
 
 __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 
@@ -87,7 +88,9 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     # Give deepcopy the replacements as if it had already copied the gates.
     memo: dict[int, object] = {id(layer): FixedGate(gates[name], layer.dim) for name, layer in layers.items()}
     with torch.no_grad():
-        return copied(network, memo)
+        fixed = copied(network, memo)
+    forget_calls(fixed)
+    return fixed
 
 
 def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, GateLayer]:

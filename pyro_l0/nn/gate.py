@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from types import FrameType, MappingProxyType
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import pyro
 import torch
@@ -16,14 +14,12 @@ from pyro.infer.elbo import ELBOModule
 from pyro.poutine import runtime
 from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointFunction
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.fast.products import defer_product, has_top_hooks, may_be_in_block, may_defer, multiply_along
+from pyro_l0.fast.products import defer_product, may_be_in_block, may_defer, multiply_along
 from pyro_l0.infer.record import sample
 
 
@@ -163,82 +159,6 @@ def site_path(root: nn.Module, path: str, with_wrappers: bool = True) -> str:
     return ".".join(names)
 
 
-_REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
-_KEY = "draw of a gate in a checkpointed block"
-
-
-class Draw:
-    """A gate's value, and the random state behind its draw."""
-
-    def __init__(self, value: Tensor, behind: Tensor) -> None:
-        self.value, self.behind = value, behind
-        self.is_ambiguous = False  # whether another value was drawn at the same random state
-
-
-_draws: WeakKeyDictionary[nn.Module, WeakValueDictionary[bytes, Draw]] = WeakKeyDictionary()
-_last: WeakKeyDictionary[nn.Module, Draw] = WeakKeyDictionary()  # for gates in front of all gradients
-
-
-def draw_in_block(
-    gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]
-) -> tuple[Tensor, Draw | None]:
-    """The value of the gate at a site, and, if it is a new draw, what its graph must keep."""
-    refuse_reentrant(name)
-    draws, before = _draws.setdefault(gate, WeakValueDictionary()), _random_state(device)
-    place = hashlib.blake2b(before.numpy().tobytes()).digest()
-    kept = draws.get(place)
-    if torch._C._current_graph_task_id() == -1 or not has_top_hooks():  # not in the backward pass, or in a hook there
-        with saved_tensors_hooks(lambda x: x, lambda x: x):  # what the draw saves is not made again
-            new = draw()
-        other, kept = kept, Draw(new.detach().requires_grad_(new.requires_grad), _random_state(device))
-        if other is not None and not torch.equal(other.value, kept.value):
-            other.is_ambiguous = kept.is_ambiguous = True
-        draws[place] = _last[gate] = kept
-        return new, kept
-    if kept is None or kept.is_ambiguous:
-        why = "no value was kept" if kept is None else "it had several values at one random state"
-        raise RuntimeError(
-            f"Expected gate {name!r} to be called in the first run of its checkpointed block, whose value it takes "
-            f"when the block runs again for the gradient, but {why}; use torch.utils.checkpoint.checkpoint with "
-            "use_reentrant=False and preserve_rng_state=True on a block that makes the same calls twice."
-        )
-    _set_random_state(device, kept.behind)  # for what is drawn behind the gate, by a dropout say
-    return kept.value, None
-
-
-def keep_with(out: Tensor, draw: Draw) -> None:
-    """Let the graph behind a gate keep its draw."""
-    if out.grad_fn is not None:
-        kept: dict[object, object] = out.grad_fn.metadata  # type: ignore[assignment]  # which torch types as a method
-        kept[_KEY] = draw
-
-
-def refuse_reentrant(name: str) -> None:
-    """Refuse a reentrant checkpoint, which gives the gate at a site no gradient."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _REENTRANT:
-            raise RuntimeError(
-                f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which gives a "
-                "gradient to the arguments of a block alone and not to its gates; pass use_reentrant=False."
-            )
-        frame = frame.f_back
-
-
-def _random_state(device: torch.device) -> Tensor:
-    if device.type in ("cpu", "meta"):
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type in ("cpu", "meta"):
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
 class Gate(GateLayer):
     r"""Multiply every unit by a gate that is sampled once per minibatch.
 
@@ -261,13 +181,13 @@ class Gate(GateLayer):
 
         Without a guide, loss or other Pyro handler that gives the gates a value, they are drawn from the prior. In eval
         mode, and when gradients pass repeatedly, this warns once per network: use :func:`~pyro_l0.nn.fix_gates`. Such
-        draws cannot be exported. Blocks of ``torch.utils.checkpoint`` need ``use_reentrant=False``.
+        draws cannot be exported. In blocks of ``torch.utils.checkpoint`` use :class:`~pyro_l0.nn.L0Gate`.
 
     Raises:
         ValueError: ``size`` is not positive, ``dim`` is 0, or the input has another number of units.
         TypeError: ``size`` or ``dim`` is not an integer, ``prior`` is not a gate distribution, or the input is not a
             tensor of a floating or complex type.
-        RuntimeError: the layer is exported, or called in a reentrant checkpoint.
+        RuntimeError: the layer is exported, or called in a backward pass, as a checkpointed block does.
 
     Example:
         >>> import torch
@@ -310,19 +230,17 @@ class Gate(GateLayer):
         name = self.site_name
         if name is None:
             name = self.site_name = _path_on_stack(self)
-        in_block, kept = may_be_in_block(), None
-        if in_block:
-            z, kept = draw_in_block(self, name, x.device, lambda: sample(name, self._site))
-        else:
-            z = sample(name, self._site)
-        if z.requires_grad and not torch.is_grad_enabled():
-            refuse_reentrant(name)
+        in_block = may_be_in_block()
+        if in_block and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"Expected gate {name!r} outside of checkpointed blocks, which would draw it anew, but one runs again "
+                "for its gradient. Use L0Gate, whose value such a block takes again."
+            )
+        z = sample(name, self._site)
         if z.dim() > 1:
             _warn_inside_data(name)
         out = self.multiply(x, z, self.dim, in_block)
-        if kept is not None:
-            keep_with(out, kept)
-        if is_alone and in_block == (kept is not None) and not self.is_reported:
+        if is_alone and not self.is_reported:
             _tell_without_posterior(self, name, out)
         return out
 

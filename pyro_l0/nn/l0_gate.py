@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,7 +21,8 @@ from pyro_l0.distributions import (
 )
 from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, sum_open
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.fast.products import may_be_in_block
+from pyro_l0.fast.products import has_top_hooks, may_be_in_block
+from pyro_l0.fast.switch import is_open
 from pyro_l0.nn.gate import GateLayer, check_units, gate_names, keep_being_called
 
 __all__ = ["FAMILIES", "L0Gate", "NetworkGates", "penalty"]
@@ -63,8 +65,9 @@ class L0Gate(GateLayer):
 
     Note:
         Values are computed in float32 at least, under autocast and in half precision too; products have the type of
-        ``x``. Blocks of ``torch.utils.checkpoint`` draw the same gates again, because torch restores their random
-        state. Under FSDP pass the gates, which are few, as ``ignored_params`` and average their gradients.
+        ``x``. Every call draws anew, but in a call of a network that :class:`NetworkGates` knows, which draws all of
+        its gates once. Blocks of ``torch.utils.checkpoint`` have the same gates when they run again, if they preserve
+        the random state. Under FSDP pass the gates, which are few, as ``ignored_params`` and average their gradients.
 
     Raises:
         ValueError: a size or rate is out of range, the family is unknown, or the input has another number of units.
@@ -146,6 +149,7 @@ class L0Gate(GateLayer):
         self.shape, self.dim, self.sync_draws = shape, dim, sync_draws
         self.size = shape[-1] if shape else 1
         self.site_name = None
+        self.drawn: Drawn | None = None
         self._template = template
         self.register_forward_pre_hook(keep_being_called)
 
@@ -196,31 +200,45 @@ class L0Gate(GateLayer):
 
     def forward(self, x: Tensor | None = None, dim: int | None = None) -> Tensor:
         """The gates' values, or ``x`` multiplied by them; ``dim`` overrides that of the constructor."""
-        z = self._draw() if self.training else self.test_gate
-        if x is None:
-            return z
+        in_block = may_be_in_block()
+        z, is_kept = self._value(in_block) if self.training else (self.test_gate, False)
         name, dim = self.site_name or self, self.dim if dim is None else dim
-        check_units(x, self.size, dim, name)
-        out = self.multiply(x, z, dim, may_be_in_block())
-        if out.shape != x.shape:
-            raise ValueError(
-                f"Expected an input that gates of shape {tuple(self.shape)} at {name} multiply without enlarging it, "
-                f"but got one of shape {tuple(x.shape)}."
-            )
+        if x is None:
+            out = z.view_as(z) if is_kept else z
+        else:
+            check_units(x, self.size, dim, name)
+            out = self.multiply(x, z, dim, in_block)
+            if out.shape != x.shape:
+                raise ValueError(
+                    f"Expected an input that gates of shape {tuple(self.shape)} at {name} multiply without enlarging "
+                    f"it, but got one of shape {tuple(x.shape)}."
+                )
+        if is_kept and out.grad_fn is not None:
+            graph: dict[object, object] = out.grad_fn.metadata  # type: ignore[assignment]  # which torch types wrongly
+            graph["value of a gate"] = z
         return out
 
-    def _draw(self) -> Tensor:
-        gates = self.distribution
-        if not (self.sync_draws and _processes() > 1):
-            return gates.rsample()
-        # The first process says from where all draw; its own number comes from the generator that a checkpointed block
-        # restores.
-        device = gates._like.device
-        seed = torch.randint(2**62, (1,), device=device)
-        distributed.broadcast(seed, 0)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(int(seed))
-            return gates.rsample()
+    def _value(self, in_block: bool) -> tuple[Tensor, bool]:
+        """A value of each gate: of the network's call, or an own one; and whether the graph behind it must keep it."""
+        drawn, is_backward = self.drawn, in_block and torch._C._current_graph_task_id() != -1
+        if drawn is not None and drawn.with_grad == torch.is_grad_enabled():
+            if in_block:
+                values = _in_blocks.setdefault(self, WeakValueDictionary())
+                state = _random_state(drawn.value)
+                # If the whole call runs again, its first value stays, which lasts as long as its graph.
+                values[state] = values.get(state, drawn.value) if is_backward else drawn.value
+            return drawn.value, in_block
+        kept = _in_blocks.get(self) if is_backward and has_top_hooks() else None
+        if not kept:
+            return draw([self])[0], False
+        value = kept.get(_random_state(self.location))
+        if value is None:
+            raise RuntimeError(
+                f"Expected a checkpointed block to call gate {self.site_name or self} with the random state of its "
+                "first run, but got another. Use torch.utils.checkpoint with preserve_rng_state=True, on a block that "
+                "makes the same calls twice."
+            )
+        return value.detach().requires_grad_(value.requires_grad), False
 
     def narrow(self, index: Tensor) -> None:
         """Keep the gates at some indices, shape ``(n,)``, in place, with new parameters."""
@@ -240,6 +258,84 @@ class L0Gate(GateLayer):
     def extra_repr(self) -> str:
         """Shape, dimension and family."""
         return f"{', '.join(map(str, self.shape))}, dim={self.dim}, {type(self._template).__name__}"
+
+
+class Drawn(NamedTuple):
+    """What a gate is worth in a call of its network."""
+
+    value: Tensor
+    with_grad: bool  # whether it was drawn with a graph
+    by: nn.Module  # the network
+
+
+# By gate and random state, what it was worth in a checkpointed block, for as long as a graph may run the block again.
+_in_blocks: WeakKeyDictionary[L0Gate, WeakValueDictionary[bytes, Tensor]] = WeakKeyDictionary()
+
+
+def _random_state(like: Tensor) -> bytes:
+    """The state of the generator on a tensor's device."""
+    is_cpu = like.device.type in ("cpu", "meta")
+    state = torch.get_rng_state() if is_cpu else torch.get_device_module(like.device).get_rng_state(like.device)
+    return bytes(state.numpy().tobytes())
+
+
+def draw(gates: Sequence[L0Gate]) -> Sequence[Tensor]:
+    """A draw of each gate, in one operation where they are of one kind; in several processes the same where wanted."""
+    each = [gate.distribution for gate in gates]
+    if not (gates[0].sync_draws and _processes() > 1):
+        return _sample(each)
+    # The first process says from where all draw; its own number comes from the generator that a checkpointed block
+    # restores.
+    device = each[0]._like.device
+    seed = torch.randint(2**62, (1,), device=device)
+    distributed.broadcast(seed, 0)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        return _sample(each)
+
+
+def _sample(each: Sequence[GateDistribution]) -> Sequence[Tensor]:
+    if len(each) > 1 and is_open("joint_draws") and concatenate(each) is not None:
+        return each[0].draw_jointly(each).draws
+    return [gates.rsample() for gates in each]
+
+
+class _CallHook:
+    """Draws the gates of a network once for each of its calls.
+
+    Pickles contain the handles, so that after loading torch gives their numbers to no other hook.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.handles = [
+            network.register_forward_pre_hook(self),
+            network.register_forward_hook(self.forget, always_call=True),
+        ]
+
+    def __call__(self, network: nn.Module, args: object) -> None:
+        """Draw, but for the compiler, which calls each gate by itself."""
+        if torch.compiler.is_compiling():
+            return
+        gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x.drawn is None]
+        for are_same in (True, False):
+            own = [gate for gate in gates if gate.sync_draws == are_same and gate._parameters]
+            for gate, value in zip(own, draw(own) if own else [], strict=True):
+                gate.drawn = Drawn(value, torch.is_grad_enabled(), network)
+
+    def forget(self, network: nn.Module, args: object, output: object) -> None:
+        """End the call."""
+        for gate in network.modules():
+            if isinstance(gate, L0Gate) and gate.drawn is not None and gate.drawn.by is network:
+                gate.drawn = None
+
+
+def forget_calls(network: nn.Module) -> None:
+    """Remove the hooks that draw a network's gates from modules where there are none, in place."""
+    for module in network.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, _CallHook) and not any(isinstance(x, L0Gate) for x in module.modules()):
+                for handle in hook.handles:
+                    handle.remove()
 
 
 def _family(
@@ -275,6 +371,9 @@ class NetworkGates:
     :class:`~pyro_l0.infer.SparsityTarget`, :class:`~pyro_l0.compaction.Shrinker` and
     :func:`~pyro_l0.diagnostics.diagnose` take it in place of a guide. A site is named after the gate's module path.
 
+    A hook on the network draws all gates once for each of its calls. So a gate that is called several times has one
+    value, also in checkpointed blocks, and a step takes less time. Modules called on their own draw by themselves.
+
     Args:
         network: a network with L0Gates.
 
@@ -296,6 +395,8 @@ class NetworkGates:
         self._network = network
         _some_l0_gates(network)
         self._follow()
+        if not any(isinstance(hook, _CallHook) for hook in network._forward_pre_hooks.values()):
+            _CallHook(network)
 
     def _follow(self) -> None:
         self.sites = _l0_gates(self._network)

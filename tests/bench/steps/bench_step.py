@@ -42,7 +42,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.maths import hard_concrete_kl, quadrature
-from pyro_l0.nn import Gate, L0Gate, penalty
+from pyro_l0.nn import Gate, L0Gate, NetworkGates, penalty
 from pyro_l0.nn.gate import name_gates
 from tests.bench.timing import Step, medians, options_of, peak_kib, seconds_in_turn
 
@@ -137,6 +137,8 @@ def torch_step(x: Tensor, y: Tensor, is_gated: bool, is_compiled: bool = False) 
     for fan_in, fan_out in itertools.pairwise(SIZES):
         layers += [L0Gate(fan_in)] * is_gated + [nn.Linear(fan_in, fan_out), nn.ReLU()]
     net = nn.Sequential(*layers[:-1])
+    if is_gated:
+        NetworkGates(net)  # draws all gates once a call
     prices = {site.removeprefix("net."): LAM * size for site, size in GROUP_SIZES.items()}
 
     def loss() -> Tensor:
