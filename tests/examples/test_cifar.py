@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cifar_wrn
 from cifar_wrn import Options
-from common.cifar import load_cifar, read_batch
+from common.cifar import load_cifar
 from common.residual import wide_resnet
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import NetworkCost
@@ -70,25 +70,6 @@ def test_a_pickle_can_run_nothing(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"data_batch_3: .* it asks for (posix|nt)\.system"):
         load_cifar(folder)
     assert not Path("evil").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "file: expected a pickled batch"),
-        (
-            pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2]})[:-9],
-            "file: expected a pickled batch",
-        ),
-        (pickle.dumps([1, 2]), "file: expected a pickled batch"),
-        (pickle.dumps({b"data": np.zeros((2, 30), np.uint8), b"labels": [1, 2]}), r"\(images, 3072\) .* \(2, 30\)"),
-        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}), r"int64 of shape \(1,\)"),
-    ],
-)
-def test_damaged_batches(content, message):
-    """Refused by name."""
-    with pytest.raises(ValueError, match=message):
-        read_batch(content, "file")
 
 
 def test_missing_files(tmp_path):

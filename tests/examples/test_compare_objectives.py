@@ -18,9 +18,3 @@ def test_the_comparison_runs(tmp_path, capsys):
     for rate, entry in zip(RATES, comparison["rates"], strict=True):
         assert entry["without_data"] == pytest.approx(rate, abs=1e-3)
     assert "without data" in capsys.readouterr().out
-
-
-def test_bad_options(tmp_path):
-    """Named, with what was expected."""
-    with pytest.raises(ValueError, match=r"epochs of at least 1 .*but got 0"):
-        compare_objectives.main(Options(epochs=0, out=tmp_path))

@@ -33,8 +33,3 @@ def test_masks_open_what_is_needed(tmp_path, capsys):
     assert tokens.curves["L0 masks"][1].mean() > tokens.curves["gradient x input"][1].mean() + 0.1
     assert (tmp_path / "input_masks.png").stat().st_size > 1000
     assert len(capsys.readouterr().out.splitlines()) == 9
-
-
-def test_refused():
-    with pytest.raises(ValueError, match="steps"):
-        input_masks.main(Options(steps=0))

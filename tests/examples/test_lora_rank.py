@@ -31,8 +31,3 @@ def test_gates_lose_no_more_than_uniform_ranks(tmp_path):
         for result in gated:
             first, last = sum(result.ranks[:2]), sum(result.ranks[-2:])
             assert first > last if task == "rotated" else last > first
-
-
-def test_refused():
-    with pytest.raises(ValueError, match="steps"):
-        lora_rank.main(Options(steps=0))

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -61,34 +60,6 @@ def test_kill_and_resume(tmp_path):
     assert without_seconds(resumed) == without_seconds(straight)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"epochs": 0}, ValueError, "epochs of at least 1 .*, but got 0"),
-        ({"batch_size": 0}, ValueError, "batch_size of at least 1 .*, but got 0"),
-        ({"learning_rate": 0.0}, ValueError, "learning_rate to be finite and positive.*, but got 0.0"),
-        ({"lam": (0.1, 0.2)}, ValueError, "lam with 1 or 3 entries, one per gate site, but got 2"),
-        ({"lam": (-0.1,)}, ValueError, "lam.* to be finite and not negative"),
-        ({"objective": "spike_slab", "lam": (0.1,)}, ValueError, "no lam and no weight_decay for"),
-        ({"prior_active_prob": 1.5}, ValueError, "active_prob strictly between 0 and 1"),
-        ({"retrain": 1, "retrain_noise": -0.1}, ValueError, "retrain_noise to be finite and not negative"),
-        ({"retrain": -1}, ValueError, "retrain of at least 0 .*, but got -1"),
-        ({"objective": "spike_slab", "weight_decay": 1e-3}, ValueError, "no lam and no weight_decay"),
-        ({"lam": (0.05,), "retrain_noise": 0.1}, ValueError, "retrain_noise of 0 without retrain, but got 0.1"),
-        ({"target": 0.1, "retrain": 0, "retrain_noise": 0.1}, ValueError, "of 0 without retrain"),
-        ({"target": 1.0}, ValueError, "target strictly between 0 and 1, but got 1.0"),
-        ({"target": 0.1, "batch_size": 1000}, ValueError, "steps to be an integer of at least 10, but got 2"),
-        ({"data_dir": Path("somewhere")}, ValueError, "data_dir with data='mnist' only"),
-        ({"data": "mnist", "data_dir": Path("no/such/folder")}, FileNotFoundError, "no/such/folder"),
-        ({"resume": True}, FileNotFoundError, "checkpoint.pt"),
-    ],
-)
-def test_bad_options(options, error, message, tmp_path):
-    """Each names the option, what was expected and what arrived."""
-    with pytest.raises(error, match=message):
-        mnist.main(Options(**{"out": tmp_path, "epochs": 1, **options}))
-
-
 @pytest.mark.slow
 def test_bad_checkpoints(tmp_path):
     """Of another run, and damaged: refused by name, and the one before is offered."""
@@ -112,15 +83,6 @@ def test_checkpoint_of_other_averages(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"averages"):
         mnist.main(Options(epochs=2, out=tmp_path, resume=True))
-
-
-@pytest.mark.slow
-def test_a_price_per_site(tmp_path):
-    """Only the site that pays closes."""
-    with pytest.warns(UserWarning, match="All gates of site 'net.0' are closed"):
-        metrics = mnist.main(Options(epochs=50, lam=(1.0, 0.0, 0.0), out=tmp_path, gate_learning_rate=0.03))
-    assert metrics["active_rate"]["net.0"] < 0.6  # averaged gates lag; the start is 0.952
-    assert metrics["architecture"][1:] == [300, 100]
 
 
 @pytest.mark.slow
@@ -200,19 +162,6 @@ def test_the_gates_learning_rate_is_a_choice(tmp_path):
     assert given.optimiser.param_groups[1]["lr"] == 0.5
     rates = [mnist.Run(images, Options(target=0.1, epochs=n)).optimiser.param_groups[1]["lr"] for n in (4, 40)]
     assert rates[0] == pytest.approx(10 * rates[1], rel=0.01)
-
-
-@pytest.mark.slow
-def test_lam_stands_beside_a_target(tmp_path):
-    """A price of the first layer alone takes inputs where the budget leaves the choice."""
-    runs = [
-        mnist.main(Options(epochs=10, target=0.15, lam=lam, retrain=0, out=tmp_path / str(i)))
-        for i, lam in enumerate([(), (30.0, 0.0, 0.0)])
-    ]
-    assert runs[1]["architecture"][0] < 0.8 * runs[0]["architecture"][0]
-    for metrics in runs:
-        assert metrics["target"]["fraction"] <= 0.15
-        assert "retrained_error_percent" not in metrics
 
 
 @pytest.mark.slow

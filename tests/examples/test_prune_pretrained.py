@@ -26,13 +26,3 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     with pytest.raises(FileExistsError, match="resume=True"):
         prune_pretrained.main(options)
     assert prune_pretrained.main(Options(budgets=(0.5, 0.2), epochs=1, out=tmp_path, resume=True)) == rows
-
-
-def test_refused(tmp_path):
-    for options, message in (
-        ({"budgets": (0.3, 1.0)}, "budgets strictly between 0 and 1"),
-        ({"budgets": (0.3, 0.3)}, "budgets with at least one value and none of them twice"),
-        ({"epochs": 0}, "epochs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            prune_pretrained.main(Options(out=tmp_path, **options))

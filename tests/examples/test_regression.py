@@ -72,16 +72,6 @@ def test_enumeration_without_information_returns_the_prior() -> None:
     np.testing.assert_array_equal(exact.coefficient, 0.0)
 
 
-def test_data_are_standardised() -> None:
-    x, y, names = regression.load()
-    assert x.shape == (442, 10)
-    assert y.shape == (442,)
-    assert len(names) == 10
-    for part in (x, y):
-        np.testing.assert_allclose(part.mean(axis=0), 0.0, atol=1e-12)
-        np.testing.assert_allclose(part.std(axis=0), 1.0, rtol=1e-12)
-
-
 def test_main_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
     metrics = regression.main(Options(steps=5, out=out))
@@ -92,25 +82,6 @@ def test_main_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for name in metrics["features"]:
         assert f"\n{name} " in table
     assert "largest difference in coefficient" in table
-
-
-def test_same_seed_gives_the_same_posterior() -> None:
-    x, y, noise = three_features()
-    model = regression.make_model(x, y, noise, 0.2, 0.5)
-    first, again, other = (regression.fit(model, 3, seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "steps of at least 1 .*but got 0"),
-    ],
-)
-def test_bad_options_are_refused(options: dict, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        regression.main(Options(out=tmp_path, **options))
 
 
 @pytest.mark.slow

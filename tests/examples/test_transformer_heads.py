@@ -23,8 +23,3 @@ def test_quick_run(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert "0 of 24" in lines[1]
-
-
-def test_refused():
-    with pytest.raises(ValueError, match="epochs"):
-        transformer_heads.main(Options(epochs=0))

@@ -103,9 +103,3 @@ def test_a_curved_chain_is_found():
     torch.manual_seed(0)
     assert torch.equal(find_graph("perceptrons", x, 2000), CHAIN)
     assert torch.equal(notears_mlp(x), CHAIN)
-
-
-def test_refused(tmp_path):
-    for options, message in (({"nodes": (2,)}, "nodes of at least 3"), ({"steps": 0}, "steps")):
-        with pytest.raises(ValueError, match=message):
-            causal_graph.main(Options(out=tmp_path, **options))

@@ -51,13 +51,6 @@ def test_texts_repeat():
             assert not repeat[t] or following[t] == row[row.index(row[t]) + 1]
 
 
-def test_refused(tmp_path):
-    with pytest.raises(ValueError, match="edges"):
-        circuit_edges.main(Options(edges=(0,), out=tmp_path))
-    with pytest.raises(ValueError, match="edges"):
-        circuit_edges.main(Options(edges=(8, 8), out=tmp_path))
-
-
 @pytest.mark.slow
 def test_known_edges_are_kept(tmp_path):
     """At twice their number, with less KL than by attribution patching."""

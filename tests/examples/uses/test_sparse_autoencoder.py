@@ -55,8 +55,3 @@ def test_features_are_recovered():
     assert gates.unexplained < 0.7 * l1.unexplained
     assert abs(gates.active - 3) < 0.3
     assert abs(l1.active - 3) < 0.3
-
-
-def test_refused(tmp_path):
-    with pytest.raises(ValueError, match="steps"):
-        sparse_autoencoder.main(Options(steps=0, out=tmp_path))
