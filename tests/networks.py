@@ -1,5 +1,6 @@
-"""Networks from functions."""
+"""Networks from functions, and attention."""
 
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -14,3 +15,16 @@ class Net(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.function(self, *args, **kwargs)
+
+
+class Attention(nn.Module):
+    """Self-attention over tokens."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0.pruning import Training, prune
+from tests.networks import Attention
 
 
 def digits(number=640):
@@ -80,19 +81,6 @@ class DepthwiseCnn(nn.Module):
         return self.head((x + self.project(self.each(self.expand(x)))).mean((2, 3)))
 
 
-class Attention(nn.Module):
-    """Self-attention over tokens."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 class Layer(nn.Module):
     """A transformer's layer."""
 
@@ -107,11 +95,11 @@ class Layer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of 4 x 4 pixels, two layers, the mean over tokens."""
+    """Four square patches, two layers, the mean over tokens."""
 
-    def __init__(self, width=16, heads=4):
+    def __init__(self, width=16, heads=4, patch=4):
         super().__init__()
-        self.embed = nn.Conv2d(1, width, 4, stride=4)
+        self.embed = nn.Conv2d(1, width, patch, stride=patch)
         self.places = nn.Parameter(0.02 * torch.randn(1, 4, width))
         self.layers = nn.Sequential(Layer(width, heads), Layer(width, heads))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)

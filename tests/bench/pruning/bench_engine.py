@@ -30,11 +30,8 @@ class Layer(nn.Module):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.heads, self.head_gate = heads, Gate(heads, dim=1)
-        self.inner, self.unit_gate, self.outer = (
-            nn.Linear(width, 4 * width),
-            Gate(4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.inner, self.unit_gate = nn.Linear(width, 4 * width), Gate(4 * width)
+        self.outer = nn.Linear(4 * width, width)
         self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,9 +45,8 @@ class Layer(nn.Module):
 
 def bert() -> tuple[nn.Module, Tensor]:
     layers = [Layer(768, 12) for _ in range(12)]
-    return nn.Sequential(nn.Embedding(30_522, 768), nn.LayerNorm(768), *layers, nn.Linear(768, 2)), torch.arange(8)[
-        None
-    ]
+    network = nn.Sequential(nn.Embedding(30_522, 768), nn.LayerNorm(768), *layers, nn.Linear(768, 2))
+    return network, torch.arange(8)[None]
 
 
 class Bottleneck(nn.Module):

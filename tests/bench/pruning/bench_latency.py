@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.data import load_images
 from pyro_l0 import prune
-from tests.bench.pruning.bench_target import VisionTransformer
+from tests.pruning.networks import VisionTransformer
 
 IMAGES, BATCH, EPOCHS, CALLED_WITH = 5_000, 50, 4, 16
 FAR = 0.1
@@ -42,9 +42,9 @@ def lenet() -> nn.Module:
 
 def vit() -> nn.Module:
     """Patches of 4 x 4 pixels, of which there are 49, and 64 features."""
-    network = VisionTransformer(64, 8)
+    network = VisionTransformer(64, 8, patch=14)
     network.embed, network.places = nn.Conv2d(1, 64, 4, stride=4), nn.Parameter(0.02 * torch.randn(1, 49, 64))
-    return network
+    return nn.Sequential(nn.Unflatten(-1, (1, 28, 28)), network)
 
 
 NETWORKS = {"lenet": (lenet, (0.5, 0.3)), "vit": (vit, (0.7, 0.5))}

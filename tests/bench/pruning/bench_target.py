@@ -31,52 +31,10 @@ from common.data import load_images
 from pyro_l0.nn import Gate
 from pyro_l0.pruning import Training, prune
 from tests.bench.pruning import bench_pruning
+from tests.pruning.networks import VisionTransformer
 
 TRAINING_IMAGES, TEST_IMAGES, BATCH = 20_000, 5_000, 32
 PRETRAINING_STEPS = 1_000
-
-
-class Attention(nn.Module):
-    """Self-attention over tokens."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.size = heads, width // heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        return self.out(mixed.reshape(*x.shape[:2], self.heads * self.size))
-
-
-class Block(nn.Module):
-    """A transformer's layer."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(width), nn.LayerNorm(width), Attention(width, heads)
-        self.units = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attention and units, each beside what comes in."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.units(self.norm2(x))
-
-
-class VisionTransformer(nn.Module):
-    """Patches of 14 x 14 pixels, two layers, the mean over tokens."""
-
-    def __init__(self, width: int = 48, heads: int = 8) -> None:
-        super().__init__()
-        self.embed = nn.Conv2d(1, width, 14, stride=14)
-        self.places = nn.Parameter(0.02 * torch.randn(1, 4, width))
-        self.blocks = nn.Sequential(Block(width, heads), Block(width, heads))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        tokens = self.embed(images.unflatten(-1, (1, 28, 28))).flatten(2).transpose(1, 2) + self.places
-        return self.head(self.norm(self.blocks(tokens)).mean(1))
 
 
 def mlp() -> nn.Module:
@@ -89,7 +47,11 @@ def cnn() -> nn.Module:
     return nn.Sequential(nn.Unflatten(-1, (1, 28, 28)), *bench_pruning.cnn())
 
 
-NETWORKS = {"mlp": mlp, "cnn": cnn, "vit": VisionTransformer}
+def vit() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(-1, (1, 28, 28)), VisionTransformer(48, 8, patch=14))
+
+
+NETWORKS = {"mlp": mlp, "cnn": cnn, "vit": vit}
 
 
 def pretrain(network: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> None:

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.bench.pruning.comparator_noise import LogNormals, TruncatedLogNormal
 
-__all__ = ["METHODS", "Layer", "MethodName"]
-
-MethodName = Literal[
-    "dropout",
-    "concrete_dropout",
-    "generalized",
-    "sparse_vd",
-    "vibnet",
-    "sbp",
-    "bc_gnj",
-    "bc_ghs",
-    "group_lasso",
-    "admm",
-]
-
+__all__ = ["METHODS", "Layer"]
 
 GLOBAL_SCALE = 1e-5  # of the half-Cauchy prior of a layer's common scale in BC-GHS
 
 
 class Layer(nn.Module):
-    """A dense layer behind noisy units; a method overrides what it needs. The base is the layer without noise.
-
-    Args:
-        fan_in: units that it reads.
-        fan_out: units that it writes.
-        strength: factor on the method's knob.
-    """
+    """A dense layer behind noisy units; a method overrides what it needs. The base is the layer without noise."""
 
     def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
         super().__init__()
@@ -310,7 +288,7 @@ class ADMM(Layer):
         return weight, self._largest(weight) if self.mask is None else self.mask
 
 
-METHODS: dict[MethodName, type[Layer]] = {
+METHODS: dict[str, type[Layer]] = {
     "dropout": Dropout,
     "concrete_dropout": ConcreteDropout,
     "generalized": Generalized,

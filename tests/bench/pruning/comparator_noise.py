@@ -11,11 +11,7 @@ __all__ = ["LogNormals", "TruncatedLogNormal"]
 
 
 class TruncatedLogNormal(nn.Module):
-    """Multipliers whose log is normal within (-20, 0), under a log-uniform prior there (Neklyudov et al. 2017).
-
-    Args:
-        size: how many.
-    """
+    """Multipliers whose log is normal within (-20, 0), under a log-uniform prior there (Neklyudov et al. 2017)."""
 
     low, high = -20.0, 0.0
 
@@ -72,10 +68,6 @@ class LogNormals(nn.Module):
     r"""Log-normal posteriors under the two factors of squared half-Cauchy scales (Wand et al. 2011).
 
     :math:`\sqrt{ab}` is half-Cauchy of scale t for a ~ Gamma(1/2, scale t^2) and b ~ InverseGamma(1/2, 1).
-
-    Args:
-        number: of scales.
-        scale: t, from which the scales start.
     """
 
     def __init__(self, number: int, scale: float) -> None:

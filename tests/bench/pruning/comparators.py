@@ -27,7 +27,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,53 +44,36 @@ from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.training.epochs import check_finite
-from tests.bench.pruning.comparator_methods import METHODS, Layer, MethodName
+from tests.bench.pruning.comparator_methods import METHODS, Layer
 
 __all__ = ["Options", "main", "train"]
+
+MethodName = Literal[tuple(METHODS)]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line.
-
-    Attributes:
-        data: embedded digits, or MNIST.
-        data_dir: folder with MNIST's four files; downloaded if not given.
-        methods: which methods.
-        strength: factors on each method's knob, each a run.
-        epochs: passes over the training images.
-        seeds: each a run.
-        hold_out: report on so many training images instead of the test images.
-        out: folder for the results and the table.
-    """
+    """The command line."""
 
     data: Literal["digits", "mnist"] = "digits"
     data_dir: Path | None = None
-    methods: tuple[MethodName, ...] = field(default=get_args(MethodName))
+    """Folder with MNIST's four files; downloaded if not given."""
+    methods: tuple[MethodName, ...] = field(default=tuple(METHODS))
     strength: tuple[float, ...] = (1.0,)
+    """Factors on each method's knob, each a run."""
     epochs: int = 100
     seeds: tuple[int, ...] = (1,)
     hold_out: int = 0
+    """Report on so many training images instead of the test images."""
     out: Path = field(default=Path("runs/comparators"))
 
 
-Task = tuple[Options, MethodName, float, int]  # with strength and seed
+Task = tuple[Options, str, float, int]  # with strength and seed
 ENTRIES = ("method", "strength", "test_error_percent", "weights_left", "architecture")
 
 
-def train(images: Images, method: MethodName, epochs: int, seed: int, strength: float) -> dict[str, Any]:
-    """Train an MLP by one method, prune it, and measure what is left.
-
-    Args:
-        images: the data.
-        method: which method.
-        epochs: passes over the training images; the penalty is charged in full from half of them on.
-        seed: seed of everything random.
-        strength: factor on the method's knob.
-
-    Raises:
-        FloatingPointError: the training diverged.
-    """
+def train(images: Images, method: str, epochs: int, seed: int, strength: float) -> dict[str, Any]:
+    """Train an MLP by one method, whose penalty is charged in full from half of the epochs on, and prune it."""
     torch.manual_seed(seed)
     sizes = (images.train_x.shape[1], 300, 100, 10)
     layers = [METHODS[method](m, n, strength) for m, n in itertools.pairwise(sizes)]
@@ -139,12 +122,7 @@ def _measure(images: Images, layers: list[Layer]) -> dict[str, Any]:
 
 
 def main(options: Options) -> list[dict[str, Any]]:
-    """Run what is missing and write the table; returns one row per method, strength and seed.
-
-    Raises:
-        ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another sweep
-            is at work there.
-    """
+    """Run what is missing and write the table; returns one row per method, strength and seed."""
     command.check(options)
     with command.folder(options.out):
         return _sweep(options)

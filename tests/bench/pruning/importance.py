@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,8 @@ from pyro_l0.nn.engine.readers import Use, find_readers, find_writers
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names, name_gates
 
-__all__ = ["SCORES", "Batches", "Outcome", "ScoreName", "Units", "derivatives", "prune_by_importance", "train"]
+__all__ = ["SCORES", "Batches", "Outcome", "Units", "derivatives", "prune_by_importance", "train"]
 
-ScoreName = Literal["l1", "l1_global", "taylor", "taylor_floor", "fisher", "fisher_floor"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets; a mean over the examples
 Batches = Iterable[tuple[Tensor, Tensor]]  # one pass over the data, each time it is iterated over
 
@@ -51,34 +50,19 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Outcome(NamedTuple):
-    """A pruned network, and how it did.
-
-    Attributes:
-        network: with its gates fixed to 1 or 0.
-        gates: their values by site.
-        cut: what was measured when the last unit had closed.
-        end: what was measured after the last step.
-        fraction: multiply-adds that are left, of the full network's.
-    """
+    """A pruned network with its gates fixed, and how it did."""
 
     network: nn.Module
     gates: dict[str, Tensor]
-    cut: float
-    end: float
-    fraction: float
+    cut: float  # what was measured when the last unit had closed
+    end: float  # and after the last step
+    fraction: float  # multiply-adds that are left, of the full network's
 
 
 class Units:
-    """The units of a network that can close: a copy whose gates are fixed to 1, or 0 later, and what each costs.
+    """The units of a gated network that can close: a copy whose gates are fixed to 1, or 0 later, and what each costs.
 
-    Args:
-        gated: a network with gates; it is not changed, except that its gates are named after their paths.
-        example: what it is called with.
-
-    Attributes:
-        network: the copy, which is trained.
-        gates: by site, the values of its gates, of shape ``(size,)``; a change acts at once.
-        layers: by site, the module that multiplies by them.
+    ``network`` is the copy, which is trained; ``gates`` has its gates' values by site, of which a change acts at once.
     """
 
     def __init__(self, gated: nn.Module, example: Tensor) -> None:
@@ -130,17 +114,9 @@ class Units:
         return self.gates[use.site].numpy()[use.units] == 0
 
     def close(self, scores: Mapping[str, Tensor], budget: float, least: Mapping[str, int]) -> None:
-        """Close open units of the least score until the multiply-adds are within a budget.
+        """Close open units of the least score until the multiply-adds are within a budget, but for so many of a site.
 
         Units that a later one made needless reopen, the best first.
-
-        Args:
-            scores: by site, what each unit is worth, shape ``(size,)``; those of closed units do not matter.
-            budget: largest fraction of the full network's multiply-adds.
-            least: by site, how many units stay in any case.
-
-        Raises:
-            ValueError: the units that stay in any case cost more than the budget.
         """
         places: list[tuple[float, int, str]] = []
         start = 0
@@ -200,14 +176,7 @@ def _by_entry(weight: Tensor, use: Use) -> Tensor:
 
 
 def derivatives(units: Units, x: Tensor, y: Tensor, loss_fn: Loss) -> dict[str, Tensor]:
-    """By site, the derivative of each example's loss by each gate, shape ``(examples, size)``; in evaluation mode.
-
-    Args:
-        units: the network and its gates.
-        x: a batch.
-        y: its targets.
-        loss_fn: a mean over the examples.
-    """
+    """By site, the derivative of each example's loss by each gate, shape ``(examples, size)``; in evaluation mode."""
     probes = {site: torch.ones(len(x), len(gate), requires_grad=True) for site, gate in units.gates.items()}
 
     def multiply(probe: Tensor, layer: FixedGate, inputs: tuple[Tensor]) -> Tensor:
@@ -257,7 +226,7 @@ def _per_price(units: Units, batches: Batches, loss_fn: Loss, reduce: Callable[[
     return {site: torch.where(prices[site] > 0, total / prices[site], torch.inf) for site, total in totals.items()}
 
 
-SCORES: dict[ScoreName, Callable[[Units, Batches, Loss], dict[str, Tensor]]] = {
+SCORES: dict[str, Callable[[Units, Batches, Loss], dict[str, Tensor]]] = {
     "l1": _l1,
     "l1_global": _l1_global,
     "taylor": _taylor,
@@ -269,7 +238,7 @@ SCORES: dict[ScoreName, Callable[[Units, Batches, Loss], dict[str, Tensor]]] = {
 
 def prune_by_importance(
     gated: nn.Module,
-    score: ScoreName,
+    score: str,
     budget: float,
     batches: Batches,
     steps: int,
@@ -277,20 +246,9 @@ def prune_by_importance(
     example: Tensor,
     measure: Callable[[nn.Module], float],
 ) -> Outcome:
-    """Prune a trained network in rounds by a score, and train it on.
+    """Prune a trained network in rounds by a score to a fraction of its multiply-adds, and train it on.
 
-    Args:
-        gated: the network with gates; it is not changed, except that its gates are named after their paths.
-        score: which score.
-        budget: largest fraction of the full network's multiply-adds.
-        batches: batches and their targets, one pass each time it is iterated over.
-        steps: of the optimiser, in all.
-        loss_fn: of outputs and targets, a mean over the examples.
-        example: what the network is called with.
-        measure: what is to be known of the network when it is pruned and at the end, such as its error.
-
-    Raises:
-        ValueError: the units that stay in any case cost more than the budget.
+    ``measure`` is what is to be known of the network when it is pruned and at the end, such as its error.
     """
     units = Units(gated, example)
     least = units.least(budget, FLOOR if score.endswith("_floor") else 0.0)
@@ -319,15 +277,7 @@ def train(
     loss_fn: Loss,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Train in place by Adam, whose steps fall to 0 by a cosine over the last quarter.
-
-    Args:
-        network: the network.
-        batches: one pass over the data, each time it is iterated over.
-        steps: of the optimiser.
-        loss_fn: of outputs and targets.
-        before_step: called with the number of each step, from 0 on.
-    """
+    """Train in place by Adam, whose steps fall to 0 by a cosine over the last quarter."""
     optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, partial(_rate, steps=steps))
     for step, (x, y) in enumerate(itertools.islice(_endless(batches), steps)):

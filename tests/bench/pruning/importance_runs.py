@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pyro
 import torch
@@ -21,10 +21,9 @@ from pyro_l0.pruning.phases import Distillation
 from pyro_l0.training import Checkpoint
 from tests.bench.pruning.importance import prune_by_importance, train
 
-__all__ = ["METHODS", "MethodName", "Problem", "Row", "Shuffled", "pretrain", "prune", "table"]
+__all__ = ["METHODS", "Problem", "Row", "Shuffled", "pretrain", "prune", "table"]
 
-MethodName = Literal["gates", "l1", "l1_global", "taylor", "taylor_floor", "fisher", "fisher_floor"]
-TITLES: dict[MethodName, str] = {
+TITLES = {
     "gates": "gates (pyro_l0.prune)",
     "l1": "L1, the same fraction of each layer",
     "l1_global": "L1, over all layers",
@@ -33,20 +32,13 @@ TITLES: dict[MethodName, str] = {
     "fisher": "Fisher per multiply-add",
     "fisher_floor": "Fisher per multiply-add, with a floor",
 }
-METHODS: tuple[MethodName, ...] = get_args(MethodName)
+METHODS = tuple(TITLES)
 ENTRIES = ("method", "budget", "seed", "dense", "cut", "end", "used")
 Row = dict[str, Any]
 
 
 class Shuffled:
-    """Passes over some data in whole batches, shuffled anew in each.
-
-    Args:
-        x: the inputs.
-        y: their targets.
-        batch_size: examples per batch.
-        count: batches per pass, if not as many as there are.
-    """
+    """Passes over some data in whole batches, shuffled anew in each; ``count`` of them if that is given."""
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int, count: int | None = None) -> None:
         self.x, self.y, self.batch_size = x, y, batch_size
@@ -76,18 +68,7 @@ class Taught(Shuffled):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is trained, and pruned.
-
-    Attributes:
-        make: makes the network without gates.
-        batches: the training data.
-        test_x: inputs to measure the error on.
-        test_y: their classes.
-        dense_epochs: passes over the training data before the pruning.
-        epochs: passes while it is pruned.
-        finetune: the part of them that gates leave to the network as cut; of :func:`pyro_l0.prune`'s choice if None.
-        distil: weight and temperature of distillation from the trained network, for every method.
-    """
+    """What is trained and pruned, and for how many passes before the pruning and during it."""
 
     make: Callable[[], nn.Module]
     batches: Shuffled
@@ -95,8 +76,8 @@ class Problem:
     test_y: Tensor
     dense_epochs: int
     epochs: int
-    finetune: float | None = None
-    distil: tuple[float, float] | None = None
+    finetune: float | None = None  # the part of them that gates leave to the network as cut
+    distil: tuple[float, float] | None = None  # weight and temperature, for every method
 
     @property
     def example(self) -> Tensor:
@@ -139,16 +120,8 @@ def places(network: nn.Module, example: Tensor) -> dict[str, Gate]:
     return gates
 
 
-def prune(problem: Problem, network: nn.Module, method: MethodName, budget: float, seed: int) -> Row:
-    """Prune a copy of a trained network by one method; how it did is a row of the table.
-
-    Args:
-        problem: data, and how long.
-        network: the network without gates.
-        method: which method.
-        budget: largest fraction of the multiply-adds.
-        seed: of what the method draws.
-    """
+def prune(problem: Problem, network: nn.Module, method: str, budget: float, seed: int) -> Row:
+    """Prune a copy of a trained network without gates by one method; how it did is a row of the table."""
     torch.manual_seed(seed)
     pyro.set_rng_seed(seed)
     gated = insert_gates(network, places(network, problem.example))
@@ -180,12 +153,12 @@ def taught_loss(weight: float, temperature: float) -> Callable[[Tensor, tuple[Te
     return loss
 
 
-def summaries(rows: Sequence[Row]) -> dict[float, dict[MethodName, list[Row]]]:
+def summaries(rows: Sequence[Row]) -> dict[float, dict[str, list[Row]]]:
     """Rows by budget and method; of several ways of one score, the one of the smallest mean error at the end."""
-    found: dict[float, dict[MethodName, list[Row]]] = {}
+    found: dict[float, dict[str, list[Row]]] = {}
     for row in rows:
         found.setdefault(row["budget"], {}).setdefault(row["method"], []).append(row)
-    best: dict[float, dict[MethodName, list[Row]]] = {}
+    best: dict[float, dict[str, list[Row]]] = {}
     for budget, methods in found.items():
         ways = itertools.groupby(sorted(methods, key=METHODS.index), _family)
         names = [min(names, key=lambda name, methods=methods: _mean(methods[name], "end")) for _, names in ways]
@@ -193,7 +166,7 @@ def summaries(rows: Sequence[Row]) -> dict[float, dict[MethodName, list[Row]]]:
     return best
 
 
-def _family(method: MethodName) -> str:
+def _family(method: str) -> str:
     return method.partition("_")[0]
 
 

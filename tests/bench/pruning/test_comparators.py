@@ -10,7 +10,7 @@ from scipy import integrate, stats
 
 from common.data import load_digits
 from tests.bench.pruning import comparators
-from tests.bench.pruning.comparator_methods import ADMM, METHODS, log_uniform_kl
+from tests.bench.pruning.comparator_methods import METHODS, log_uniform_kl
 from tests.bench.pruning.comparator_noise import LogNormals, TruncatedLogNormal
 
 
@@ -112,20 +112,6 @@ def test_pruning_rules():
         assert weight.shape == (3, 4)
         expected = [True] * 4 if "dropout" in name else [False, True, False, True]
         assert keep.tolist() == expected, name
-
-
-def test_admm_draws_the_weights_to_its_copy():
-    """The copy has the units that were asked for, and the penalty falls to 0 as the weights get there."""
-    torch.manual_seed(113)
-    layer = ADMM(10, 4, 1.0)
-    optimiser = torch.optim.SGD(layer.parameters(), 2e-4)
-    for step in range(2001):
-        optimiser.zero_grad()
-        layer.penalty().backward()
-        optimiser.step()
-        layer.after_step(step / 4000)
-    assert int((layer.copy.norm(dim=0) > 0).sum()) == 3
-    assert layer.linear.weight[:, layer.copy.norm(dim=0) == 0].norm() < 1e-2
 
 
 @pytest.mark.parametrize("method", METHODS)

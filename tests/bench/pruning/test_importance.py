@@ -11,7 +11,7 @@ from common.residual import ResidualNetwork
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, insert_gates
 from pyro_l0.nn.insert import hooks_of
-from tests.bench.pruning import importance, importance_runs
+from tests.bench.pruning import importance_runs
 from tests.bench.pruning.importance import SCORES, Units, derivatives, prune_by_importance
 from tests.bench.pruning.importance_runs import Problem, Shuffled
 
@@ -55,16 +55,6 @@ def test_norms_by_hand():
     found = units.norms()
     torch.testing.assert_close(found["0"][:2], reads / reads.mean())
     torch.testing.assert_close(found["3"][[0, 2, 3]], (writes / writes.mean() + read / read.mean()) / 2)
-
-
-def test_norms_behind_a_flattening():
-    """A map is read by all the features that it becomes."""
-    torch.manual_seed(2)
-    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), nn.Linear(12, 2))
-    units = Units(network, torch.ones(1, 1, 4, 4))
-    writes = network[0].weight.detach().abs().sum((1, 2, 3))
-    reads = network[4].weight.detach().abs().view(2, 3, 4).sum((0, 2))
-    torch.testing.assert_close(units.norms()["2"], (writes / writes.mean() + reads / reads.mean()) / 2)
 
 
 def test_derivatives_agree_with_differences():
@@ -134,25 +124,6 @@ def test_closing_meets_the_budget(budget):
     assert all((gate <= before[site]).all() for site, gate in units.gates.items())
 
 
-def test_budget_below_one_unit_per_site():
-    _, gated, example = residual()
-    units = Units(gated, example)
-    scores = {site: torch.arange(len(gate)).float() for site, gate in units.gates.items()}
-    with pytest.raises(
-        ValueError, match=r"Expected a budget of at least 0\.0\d+, that of .*'stem.2.1': 1.*, but got 0\.001"
-    ):
-        units.close(scores, 0.001, dict.fromkeys(scores, 1))
-
-
-def test_same_fraction_of_each_site():
-    network = nn.Sequential(Gate(20), nn.Linear(20, 10), nn.ReLU(), Gate(10), nn.Linear(10, 2))
-    units = Units(network, torch.ones(1, 20))
-    with torch.no_grad():
-        units.network[4].weight.mul_(100)
-    units.close(SCORES["l1"](units, [], F.mse_loss), 0.3, {"0": 1, "3": 1})
-    assert int(units.gates["0"].sum()) / 20 == pytest.approx(int(units.gates["3"].sum()) / 10, abs=0.1)
-
-
 def test_floor():
     """The same fraction of an MLP 20-10-2 leaves 8 and 4 units: 8 * 4 + 4 * 2 of 220 multiply-adds."""
     units = Units(nn.Sequential(Gate(20), nn.Linear(20, 10), nn.ReLU(), Gate(10), nn.Linear(10, 2)), torch.ones(1, 20))
@@ -204,15 +175,6 @@ def test_rows_of_gates_and_scores():
     shared = insert_gates(network, importance_runs.places(network, x[:1]))
     streams = {path: hook.gate for path, hook in hooks_of(shared)}
     assert streams["stem.2"] is streams["blocks.0.relu2"]
-
-
-def test_renewed_statistics():
-    """BatchNorm's running mean becomes that of the batches, and its momentum is as it was."""
-    network = nn.Sequential(nn.BatchNorm1d(2))
-    batches = [(torch.full((4, 2), float(k)) + torch.tensor([0.0, 10.0]), None) for k in (1, 3)]
-    importance.renew_statistics(network, batches)
-    torch.testing.assert_close(network[0].running_mean, torch.tensor([2.0, 12.0]))
-    assert network[0].momentum == 0.1
 
 
 def test_the_better_of_both_ways_of_l1():

@@ -30,7 +30,7 @@ from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import BatchLoss, GatedPhase
 from pyro_l0.pruning.places import put_gates
 from tests.bench.pruning import bench_pruning
-from tests.bench.pruning.bench_target import VisionTransformer
+from tests.bench.pruning.bench_target import vit
 
 
 class Block(nn.Module):
@@ -69,7 +69,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "mlp": (bench_pruning.mlp, 100),
     "lenet5": (lenet, 100),
     "residual": (residual, 100),
-    "vit": (VisionTransformer, 100),
+    "vit": (vit, 100),
 }
 
 
