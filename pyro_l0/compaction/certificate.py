@@ -93,9 +93,10 @@ def certify(
     """
     pair, calls = _doubled(reference, small, calls)
     compare = _Comparison(*pair, kept, scales)
-    batches = [*map(with_another_row, calls), *(other for call in calls for other in random_calls(call))]
     if outputs_only:
-        return Certificate(compare.on(batches[: len(calls) + 1], [], training=False)[0])
+        found = compare.outputs([with_another_row(random_calls(call)[0]) for call in calls]) or compare.outputs(calls)
+        return Certificate(_relative(found))
+    batches = [*map(with_another_row, calls), *(other for call in calls for other in random_calls(call))]
     outputs, gradients = compare.on(batches, calls, training=False)
     try:
         return Certificate(outputs, gradients, *compare.on([], list(map(with_another_row, calls)), training=True))
@@ -113,6 +114,19 @@ class _Comparison:
     def __init__(self, reference: nn.Module, small: nn.Module, kept: Kept, scales: Mapping[str, Tensor]) -> None:
         self.reference, self.small = reference, small
         self.kept, self.scales = kept, scales
+
+    def outputs(self, batches: Sequence[Arguments]) -> list[tuple[float, float]]:
+        """The difference and the largest output of each batch that the first network accepts."""
+        found = []
+        for call in batches:
+            try:
+                expected = run(self.reference, call)
+            except Exception:  # random inputs or another number of rows
+                continue
+            apart, scale = difference(expected, run(self.small, call))
+            if math.isfinite(scale):
+                found.append((apart, scale))
+        return found
 
     def on(
         self, batches: Sequence[Arguments], examples: Sequence[Arguments], training: bool
@@ -134,15 +148,7 @@ class _Comparison:
             if here is not None and not here <= _TIE:
                 here = self._off_ties(call, here)
             gradients = None if here is None or gradients is None else _worst(gradients, here)
-        for call in batches:
-            try:
-                expected = run(self.reference, call)
-            except Exception:  # random inputs or another number of rows
-                continue
-            apart, scale = difference(expected, run(self.small, call))
-            if math.isfinite(scale):
-                found.append((apart, scale))
-        outputs = _relative(found)
+        outputs = _relative([*found, *self.outputs(batches)])
         if training and not _worst(outputs, gradients or 0.0) <= _RANDOM and self._draws(examples):
             raise _NotComparableError
         return outputs, gradients
@@ -188,6 +194,9 @@ def _doubled(
     reference: nn.Module, small: nn.Module, calls: Sequence[Arguments]
 ) -> tuple[tuple[nn.Module, nn.Module], Sequence[Arguments]]:
     """Both networks and the calls in float64, or as they are where code of the network asks for their own type."""
+    own = [x.dtype for x in (*reference.parameters(), *tensors(calls)) if x.is_floating_point()]
+    if all(dtype == torch.float64 for dtype in own):
+        return (_without_dropout(reference).eval(), _without_dropout(small).eval()), calls
     doubled = _without_dropout(reference).double(), _without_dropout(small).double()
     inputs = [tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call) for call in calls]
     try:

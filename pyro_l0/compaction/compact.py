@@ -34,6 +34,7 @@ from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates, fix_gates
 from pyro_l0.nn.gate import gate_names
 
+_MOST_ROUNDING = 1e3  # tolerances
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -84,6 +85,10 @@ def _warn_unused(network: nn.Module, recording: Recording, shrunk: Mapping[str, 
 
 class CompactionError(RuntimeError):
     """Raised if no smaller network computes what the network with fixed gates computes."""
+
+
+class _RoundingError(CompactionError):
+    """A difference of a few tolerances, which no choice of gates avoids."""
 
 
 def search(
@@ -183,7 +188,7 @@ class _Task:
         **flags: bool,
     ) -> _Task:
         """The task, with gates where the network is; by default the tolerance of its type."""
-        calls = check_network(network, example)
+        calls = calls_of(example) if flags.get("is_trial") else check_network(network, example)
         check_gates(network, gates)
         like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
         gates = {site: gate.to(like.device) for site, gate in gates.items()}
@@ -209,7 +214,8 @@ class _Task:
             attributes.setdefault(path, {}).update(values)
         for each in (small, evaluated):
             set_attributes(each, attributes)
-        plan = replace(plan, attributes=attributes, input_sizes=self._input_sizes(reference, evaluated, plan))
+        sizes = None if self.is_trial else self._input_sizes(reference, evaluated, plan)
+        plan = replace(plan, attributes=attributes, input_sizes=sizes)
         if plan.input_sizes is not None:
             refuse_other_sizes(small, plan.input_sizes)
         _check_used(network, recording, plan)
@@ -268,11 +274,15 @@ class _Task:
                 "whether a parameter, a buffer or the example holds some."
             )
         if not found <= self.tolerance:
-            raise CompactionError(
+            may_round = found <= _MOST_ROUNDING * self.tolerance
+            raise (_RoundingError if may_round else CompactionError)(
                 f"The compacted network differs from the network with fixed gates by {found:.2e} of its "
-                f"largest output or gradient, more than the tolerance of {self.tolerance:.0e}. If that is rounding, "
-                "compact in float64 (network, gates and example) or raise tolerance; otherwise the network's "
-                "code does what its operations on the example do not show."
+                f"largest output or gradient, more than the tolerance of {self.tolerance:.0e}. "
+                + (
+                    "That may be rounding: compact in float64 (network, gates and example) or raise tolerance."
+                    if may_round
+                    else "The network's code does what its operations on the example do not show."
+                )
             )
         return found
 
@@ -348,8 +358,10 @@ def compact(
     """
     try:
         found = search(network, gates, example, tolerance=tolerance)
+    except _RoundingError:
+        raise
     except CompactionError as error:
-        raise CompactionError(f"{error}{_advice(network, gates, example, tolerance)}") from error
+        raise CompactionError(f"{error}{_advice(network, gates, example)}") from error
     stays = {site: next(iter(why.values())) for site, why in found.reasons.items() if why}
     if stays and not found.plan.kept:
         named = "; ".join(f"{site!r}: {why}" for site, why in stays.items())
@@ -370,19 +382,22 @@ def compact_or_fix(
         return uncut(network, gates, example), error
 
 
-def _advice(network: nn.Module, gates: Mapping[str, Tensor], example: Example, tolerance: float | None) -> str:
+def _advice(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> str:
     """Which gates to open for a network to be cut, as a sentence; nothing if opening those of some sites is no help."""
 
-    def passes(closed: set[str]) -> bool:
+    def fails(closed: Sequence[str]) -> bool:
         some = {site: x if site in closed else torch.where(x == 0, 1.0, x) for site, x in gates.items()}
-        try:
-            search(network, some, example, tolerance=tolerance)
-        except (CompactionError, ValueError):
-            return False
-        return True
+        return refusal(network, some, example) is not None
 
-    sites = {site for site, gate in gates.items() if bool((gate == 0).any())}
-    in_the_way = {site for site in sites if not passes({site})}
-    if not in_the_way or not passes(sites - in_the_way):
+    def in_the_way(closed: list[str]) -> list[str]:
+        """Those of some sites that can't be cut alone, found by halves, since there are few."""
+        if not fails(closed):
+            return []
+        half = len(closed) // 2
+        return [*in_the_way(closed[:half]), *in_the_way(closed[half:])] if half else closed
+
+    sites = [site for site, gate in gates.items() if bool((gate == 0).any())]
+    found = in_the_way(sites)
+    if not found or fails([site for site in sites if site not in found]):
         return ""
-    return f" It can be cut with all gates of {', '.join(map(repr, sorted(in_the_way)))} open."
+    return f" It can be cut with all gates of {', '.join(map(repr, sorted(found)))} open."
