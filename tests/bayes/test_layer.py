@@ -51,19 +51,6 @@ def test_moments_are_those_of_drawn_weights(kind, has_gates):
         assert ((of(local, 0) - of(drawn, 0)).abs() < 5 * errors + 1e-9).all()
 
 
-def test_moments_of_a_weight_by_quadrature():
-    """Mean and variance of gate times slab, summed over the gate and integrated over the slab."""
-    layer = made(nn.Linear(1, 1))
-    p, m, s = float(layer.active_prob.detach()), float(layer.mean.detach()), float(layer.slab.scale.detach())
-    p, m, s = torch.tensor([p, m, s], dtype=torch.float64)
-    w = torch.linspace(m - 12 * s, m + 12 * s, 20_001, dtype=torch.float64)
-    density = Normal(m, s).log_prob(w).exp()
-    mean, square = (p * torch.trapezoid(density * f, w) for f in (w, w**2))
-    found = layer.moments()
-    torch.testing.assert_close(found[0].detach().view(()), mean, rtol=1e-9, atol=0)
-    torch.testing.assert_close(found[1].detach().view(()), square - mean**2, rtol=1e-9, atol=0)
-
-
 def test_gradient_of_the_expected_output_is_that_of_differences():
     """With the noise held, the derivative of a drawn output by each parameter."""
     layer = made(nn.Linear(3, 2))
@@ -127,37 +114,6 @@ def test_pyro_and_a_plain_loop_have_the_same_loss():
     torch.manual_seed(5)
     plain = nn.functional.cross_entropy(net(x), y, reduction="sum") + kl(net)
     assert under_pyro == pytest.approx(float(plain.detach()), rel=1e-9)
-
-
-@pytest.mark.slow
-def test_exact_bound_of_one_weight_by_enumeration():
-    """Trained, the bound of a regression with one weight is near log p(y), and q(z = 1) near its posterior."""
-    torch.manual_seed(0)
-    x = torch.randn(30, 1, dtype=torch.float64)
-    y = 0.35 * x[:, 0] + 0.8 * torch.randn(30, dtype=torch.float64)
-    net = bayesian(nn.Sequential(nn.Linear(1, 1, bias=False).double()), SpikeSlabPrior(0.3, 1.0))
-    optimiser = torch.optim.Adam(net.parameters(), lr=0.04)
-    noise, prior = 0.64, 0.3
-
-    def bound():  # the expectation in closed form: a linear model needs no draws
-        mean, variance = net[0].moments()
-        square = ((y - x[:, 0] * mean) ** 2 + x[:, 0] ** 2 * variance).sum()
-        return -0.5 * square / noise - 15 * torch.log(torch.tensor(2 * torch.pi * noise)) - kl(net)
-
-    for _ in range(700):
-        optimiser.zero_grad()
-        (-bound()).backward()
-        optimiser.step()
-    closed = torch.eye(30, dtype=torch.float64) * noise
-    log_probs = [
-        torch.distributions.MultivariateNormal(torch.zeros(30, dtype=torch.float64), closed + z * x @ x.T).log_prob(y)
-        for z in (0, 1)
-    ]
-    joint = torch.stack(log_probs) + torch.tensor([1 - prior, prior]).log()
-    posterior = joint.softmax(0)[1]
-    assert 0.1 < float(posterior) < 0.9  # else the test tells little
-    assert float(net[0].active_prob.detach()) == pytest.approx(float(posterior), abs=1e-3)
-    assert float(bound().detach()) == pytest.approx(float(joint.logsumexp(0)), abs=1e-3)
 
 
 def test_evaluation_is_the_median_model():

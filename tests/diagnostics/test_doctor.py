@@ -140,15 +140,6 @@ def test_where_gates_close(gate, closing):
     assert int((site.is_open & site.closing.isfinite()).sum()) == 1
 
 
-def test_rounding_takes_steps_back():
-    """What the finding says: a location in bfloat16 does not move by the step that it names."""
-    fault = FAULTS["bfloat16 gates"]
-    run = start(fault.make)
-    location = run.guide.locations()[0].detach()
-    step = run.optimiser.param_groups[1]["lr"]
-    assert torch.equal(location - torch.tensor(step, dtype=location.dtype) / 2, location)
-
-
 def gates_alone(number=10, **options):
     """A guide of one site, and its model."""
 

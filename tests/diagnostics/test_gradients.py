@@ -45,29 +45,6 @@ def test_noise_of_a_derivative(gate, interior, noise):
     assert found * gate.log_interior_prob.exp() > 1 - 1e-9
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x: HardConcrete(x, 0.5),
-        lambda x: RectifiedNormal(x, 0.4),
-        lambda x: HardKumaraswamy(x.exp(), 0.8),
-        lambda x: ExponentialGate(x, 6.0),
-        lambda x: PowerLawGate(x, 4.0),
-    ],
-)
-def test_noise_is_that_of_the_draws(make):
-    """Monte Carlo of the derivative's second moment, and of its mean, within five standard errors."""
-    torch.manual_seed(91)
-    location = torch.full((100_000,), 0.3, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(make(location).rsample().sum(), location)
-    gate = make(double(0.3))
-    noise = pathwise_noise(gate)
-    x = double(0.3).requires_grad_()
-    (mean,) = torch.autograd.grad(make(x).mean, x)
-    square = (slope / mean) ** 2
-    assert (square.mean() - noise).abs() < 5 * square.std() / len(square) ** 0.5
-
-
 def two_gates(family):
     """A model of two gates and a batch, and a guide of a family."""
 
@@ -174,15 +151,3 @@ def test_measure_gradient_of_any_site_name(family):
         factor = leaf.detach() if location != "log_alpha" else torch.ones(1)
         torch.testing.assert_close(slope, (expected * factor)[0])
     assert report.mean.shape == (len(NAMES),)
-
-
-@pytest.mark.parametrize("name", ["a/b", "keys"])
-def test_exact_gradient_of_any_site_name(name):
-    """Two prices, without data: the derivative of the price of an open gate."""
-
-    def model():
-        pyro.sample(name, HardConcrete(torch.zeros(1)).to_event(1))
-
-    guide = AutoGate(model, init_active_prob=0.5, init_jitter=0.0)
-    guide()
-    torch.testing.assert_close(exact_gradient(L0_ELBO("l0", lam=2.0), model, guide), torch.tensor([0.5]))

@@ -142,23 +142,6 @@ def test_loo_is_the_exact_one(result, request):
     assert result == "nuts" or float(loo.pareto_k.max()) < 0.7
 
 
-@pytest.fixture(scope="module")
-def without_first():
-    """As svi, without the first feature."""
-    x, y = data()
-    return to_arviz(regression, fitted(regression, x[:, 1:], y, steps=300), x[:, 1:], y, seed=1)
-
-
-# Without the feature the noise is far too small, and single observations weigh much.
-@PARETO
-@pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame:DeprecationWarning")  # of arviz, by pandas 3.1
-@pytest.mark.parametrize("kind", first_by_default(["svi", "nuts"]))
-def test_compare_finds_the_model_that_has_the_feature(kind, without_first, request):
-    table = az.compare({"all": request.getfixturevalue(kind), "less": without_first})
-    assert list(table.index) == ["all", "less"]
-    assert table.loc["less", "elpd_diff"] > 3 * table.loc["less", "dse"] > 0
-
-
 def test_other_latents_count():
     """Noise that is drawn too, of guides that depend on it and of a refined posterior."""
     x, y = data()

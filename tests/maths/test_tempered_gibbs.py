@@ -140,15 +140,6 @@ def test_a_vague_rate_opens_few_gates_at_first():
     assert run.active_probs[7] > 0.9
 
 
-def test_mean_field_where_it_is_exact():
-    """Features that do not speak of one another."""
-    linear = torch.tensor([0.0, 8.0, 25.0, 40.0, -30.0], dtype=torch.float64)
-    collapsed = CollapsedQuadratic(DenseQuadratic(100 * torch.eye(5, dtype=torch.float64), linear), 1.0)
-    logits = collapsed_mean_field(collapsed, SPARSE, generator=seeded(1))
-    expected, _ = exact(collapsed, SPARSE)
-    assert (torch.sigmoid(logits) - expected).abs().max() < 0.01
-
-
 def test_states_of_another_distribution():
     """Weights of a run with the wrong rate become those of the right one."""
     collapsed = CollapsedQuadratic(CASES["correlated"][0].dense(), 0.5)

@@ -160,8 +160,6 @@ X, Y = data()
         ({"family": "normal"}, "family of"),
         ({"rate": 1.0}, "rate to lie between 0 and 1"),
         ({"rate": (1.0, 0.0)}, "parameters of a Beta prior"),
-        ({"rate": 0.1, "expected_size": 2}, "but got both"),
-        ({"expected_size": 4}, "expected_size to lie between 0 and the number of features, 4"),
         ({"slab_scale": 0.0}, "slab_scale to be positive"),
         ({"noise_scale": math.inf}, "noise_scale to be positive"),
         ({"family": "poisson", "noise_scale": 1.0, "y": np.ones(30)}, "no noise_scale"),

@@ -279,17 +279,3 @@ def test_arviz_gets_what_it_asks_for(kind):
     again = found["posterior_predictive"]["y"][0].values
     assert again.mean() == pytest.approx(observed.mean(), abs=5 * observed.std() / np.sqrt(len(observed)))
     np.testing.assert_allclose(found["constant_data"]["P(z != 0)"].values, model.pip_)
-
-
-@pytest.mark.filterwarnings("ignore")  # arviz has warnings of its own
-def test_arviz_summarises_and_compares():
-    """The model with the effects predicts better than one that is told to expect none."""
-    import arviz
-
-    x, y = data(SpikeSlabRegressor)
-    model, without = (SpikeSlabRegressor(rate=rate, random_state=0).fit(x, y) for rate in (0.5, 1e-9))
-    with pytest.warns(UserWarning, match="Constant features"):
-        without.fit(np.ones_like(x), y)
-    assert "coef[x0]" in arviz.summary(model.to_arviz(), var_names=["coef"]).index
-    table = arviz.compare({"with": model.to_arviz(), "without": without.to_arviz()})
-    assert table.index[0] == "with"

@@ -89,18 +89,6 @@ def test_sampled_and_enumerated(kind):
     assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_fifteen_groups_with_everything_learned(seed):
-    """The sum over 2^15 group vectors against chains."""
-    of, x, eta, rng = grouped(15, 120, seed=seed, strength=0.3)
-    y = eta + rng.normal(size=len(eta))
-    exact, sampled = (
-        SpikeSlabRegressor(method=m, groups=of, random_state=0).fit(x, y) for m in ("enumerate", "tempered")
-    )
-    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.02)
-
-
 def test_groups_of_one_are_features():
     """To the bit."""
     _, x, eta, rng = grouped()

@@ -7,12 +7,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 from torch.distributions import kl_divergence
 
-from pyro_l0 import HardConcrete, RectifiedNormal
-from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0 import HardConcrete
+from pyro_l0.infer import L0_ELBO
 
 Q = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
 P = torch.tensor(-1.0, dtype=torch.float64)
@@ -117,36 +117,6 @@ def test_kl_scale_anneals_every_kl_and_nothing_else():
     assert losses == [near(penalty + s * kl) for s in (0.0, 0.5, 1.0, 1.0)]
 
 
-def test_vectorised_particles_agree_with_a_loop():
-    """The analytic terms are equal; the likelihood agrees in mean."""
-    options = {"lam": 0.3, "num_particles": 500}
-    loop = L0_ELBO(**options).terms(with_data, guide)
-    vectorised = L0_ELBO(**options, vectorize_particles=True, max_plate_nesting=1)
-
-    def model():
-        z = plated(PRIOR)
-        with pyro.plate("data", 4, dim=-1):
-            pyro.sample("y", dist.Normal(z.sum(-1, keepdim=True), 1.0), obs=torch.arange(4.0).double())
-
-    terms = vectorised.terms(model, guide)
-    for name in ("l0", "kl_gate"):
-        assert terms[name].item() == near(loop[name])
-    # The standard deviation of one particle's nll is about 4: five standard errors of the difference.
-    assert abs(terms["nll"] - loop["nll"]) < 5 * 4 * math.sqrt(2 / 500)
-
-
-def test_local_gates_in_a_subsampled_plate():
-    """A plate of 10 with 5 drawn doubles every term."""
-
-    def sample(fn):
-        with pyro.plate("data", 10, subsample_size=5):
-            pyro.sample("z", fn)
-
-    terms = L0_ELBO(lam=1.0).terms(lambda: sample(PRIOR), lambda: sample(HardConcrete(Q[0])))
-    assert terms["l0"].item() == near(10 * ACTIVE[0])
-    assert terms["kl_gate"].item() == near(10 * kl_divergence(HardConcrete(Q[0]), PRIOR))
-
-
 @pytest.mark.parametrize("how", ["handler", "distribution", "to_event"])
 def test_masks_and_scales(how):
     """What is masked costs nothing, what is scaled costs as often."""
@@ -186,24 +156,6 @@ def test_other_latents_are_those_of_pyro(family):
     )
     error = math.sqrt((draws.var() + reference.var()) / 200)
     assert abs(draws.mean() - reference.mean()) <= 5 * error + 1e-5  # an AutoDelta has no noise
-
-
-def test_gates_beside_other_latents():
-    def model():
-        z = plated(HardConcrete(torch.tensor(-1.0)))
-        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(z.sum(), scale), obs=torch.tensor(1.0))
-
-    guide = AutoGuideList(model)
-    guide.append(AutoGate(model))
-    guide.append(AutoNormal(poutine.block(model, hide=["z"])))
-    terms = L0_ELBO().terms(model, guide)
-    assert terms["kl_other"] != 0
-    assert terms["kl_gate"] > 0
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), L0_ELBO(lam=0.5))
-    before = next(iter(guide[0].sites["z"].values())).detach().clone()
-    assert all(math.isfinite(svi.step()) for _ in range(3))
-    assert not torch.equal(before, guide[0].sites["z"]["log_alpha"])
 
 
 def test_bias_of_a_sampled_kl_and_exactness_of_ours():
@@ -313,49 +265,3 @@ def test_what_raises_names_the_site(model, guide, options, message):
     """Wherever a gate's KL would be sampled, or model and guide disagree."""
     with pytest.raises(ValueError, match=message):
         L0_ELBO(**options).loss(model, guide)
-
-
-def test_a_pair_without_a_kl_raises():
-    """An event dimension on one side alone has no registered KL."""
-    p, q = GATE.expand([2, 3]).to_event(1), POSTERIOR.expand([2, 3]).mask(torch.ones(2, 3).bool()).to_event(1)
-
-    def sample(fn):
-        with pyro.plate("rows", 2):
-            pyro.sample("z", fn)
-
-    with pytest.raises((TypeError, ValueError), match="KL"):
-        L0_ELBO().loss(lambda: sample(p), lambda: sample(q))
-
-
-def test_families_mix():
-    """A rectified normal posterior under a hard concrete prior, through the module interface."""
-    loc = torch.nn.Parameter(torch.tensor([0.2, 0.9]))
-
-    class Guide(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.loc = loc
-
-        def forward(self):
-            pyro.sample("z", RectifiedNormal(self.loc, 0.4).to_event(1))
-
-    class Model(torch.nn.Module):
-        def forward(self):
-            pyro.sample("z", HardConcrete(-1.0).expand([2]).to_event(1))
-
-    loss = L0_ELBO(lam=0.1)(Model(), Guide())
-    assert [p is loc for p in loss.parameters()] == [True]
-    loss().backward()
-    assert torch.isfinite(loc.grad).all()
-
-
-def test_a_likelihood_that_does_not_fit_its_plate():
-    """The classic mistake, a column beside a row, is refused as in Pyro's own losses."""
-
-    def model():
-        z = pyro.sample("z", HardConcrete(0.0))
-        with pyro.plate("data", 100):
-            pyro.sample("x", dist.Normal(z, torch.ones(())), obs=torch.zeros(100, 1))
-
-    with pytest.raises(ValueError, match='"x", invalid log_prob shape'):
-        L0_ELBO().loss(model, AutoGate(model))

@@ -7,8 +7,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import Adam
 from torch.distributions import kl_divergence
 
 from pyro_l0 import BernoulliGate, HardConcrete
@@ -140,53 +138,6 @@ def test_variances():
     assert variance["arm"] < variance["score_function"]
     assert variance["leave_one_out"] < variance["score_function"]
     assert variance["rebar"] < 0.5 * variance["score_function"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNBIASED)
-def test_more_particles_average(name):
-    """Three draws have a third of the variance, roughly; two and six for the one that compares draws."""
-    torch.manual_seed(85)
-    few, many = (2, 6) if name == "leave_one_out" else (1, 3)
-    variances = [draws(name, 400, k)[1][:, :GATES].var(0).sum().item() for k in (few, many)]
-    assert variances[1] < 0.6 * variances[0]
-
-
-def test_terms_stay_analytic():
-    """KL and price come in closed form, and terms() needs no estimator."""
-    model = Linear()
-    guide = guide_at(model)
-    elbo = L0_ELBO("free_energy", lam=0.3, estimator="arm")
-    terms = elbo.terms(model, guide)
-    torch.testing.assert_close(terms["l0"], 0.3 * torch.sigmoid(LOGITS).sum())
-    torch.testing.assert_close(terms["kl_gate"], kl_divergence(BernoulliGate(logits=LOGITS), PRIOR).sum())
-
-
-@pytest.mark.parametrize(
-    "name", first_by_default(["leave_one_out", "score_function", "arm", "rebar", "straight_through"])
-)
-def test_svi_finds_the_features(name):
-    """Training by SVI opens the gates of the features that matter, in a plate and under a guide's other site."""
-    pyro.clear_param_store()
-    torch.manual_seed(86)
-    pyro.set_rng_seed(86)
-    x = torch.randn(100, 4)
-    y = x @ torch.tensor([2.0, 0.0, -1.5, 0.0]) + 0.1 * torch.randn(100)
-
-    def model():
-        with pyro.plate("features", 4):
-            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.3)))
-        scale = torch.tensor([2.0, 1.0, -1.5, -1.0])
-        with pyro.plate("data", 100):
-            pyro.sample("y", dist.Normal(x @ (scale * z), 1.0), obs=y)
-
-    guide = AutoGate(model, BernoulliGate, init_active_prob=0.5)
-    elbo = L0_ELBO("free_energy", estimator=name, num_particles=4)
-    svi = SVI(model, guide, Adam({"lr": 0.05}), elbo)
-    for _ in range(300):
-        svi.step()
-    assert guide.test_gates()["z"].tolist() == [1.0, 0.0, 1.0, 0.0]
-    pyro.clear_param_store()
 
 
 def test_pathwise_gates_beside_them():

@@ -85,23 +85,6 @@ def test_svi_from_the_first_call(loss):
     assert still == ["joint.hyper_posterior.coupling"]  # of one latent with those before it
 
 
-def test_losses_of_particles_are_the_same_by_every_way():
-    """Trace_ELBO one by one and in a plate, and L0_ELBO: the same bound within four standard errors."""
-    guide = correlated(init_active_prob=0.3)
-    guide()
-
-    def means(loss, number):
-        losses = torch.tensor([loss.loss(unknown, guide) for _ in range(number)])
-        return losses.mean(), losses.std() / math.sqrt(number)
-
-    pyro.set_rng_seed(1)
-    first, error = means(Trace_ELBO(), 200)
-    ours = leave_one_out(num_particles=200, vectorize_particles=True)
-    for loss in (Trace_ELBO(num_particles=200, vectorize_particles=True, max_plate_nesting=1), ours):
-        mean, error_of_mean = means(loss, 4)
-        assert abs(mean - first) < 4 * math.hypot(error, error_of_mean)
-
-
 def test_the_trace_has_the_joint_density():
     """log_prob_sum of a trace, against gates by the chain, noise by its log-normal and slabs by their Gaussian."""
     guide = moved(correlated())
@@ -147,17 +130,6 @@ def test_in_a_list_of_guides():
         assert all(math.isfinite(svi.step()) for _ in range(3))
     assert sorted(guide()) == ["extra", "sigma", "w", "z"]
     assert any(name.startswith("AutoGuideList.0.joint") for name in pyro.get_param_store())
-
-
-def test_a_second_guide_is_trained_as_alone():
-    """The same losses and probabilities, whatever was trained before in the process."""
-
-    def run():
-        guide = correlated()
-        svi = SVI(unknown, guide, Adam({"lr": 0.05}), Trace_ELBO())
-        return [svi.step() for _ in range(6)], [x.tolist() for x in guide.parameters()]
-
-    assert run() == run()
 
 
 # ------------------------------------------------------------ copies and files
@@ -252,27 +224,6 @@ def test_gates_of_groups():
         closed = draws["z"].reshape(50, 4, 1) == 0
         assert bool((guide.coefficients(50)["w"] == 0).any())
         assert bool((draws["w"][closed.expand(50, 4, 2)] != 0).all())  # these have their prior
-
-
-@pytest.mark.slow
-def test_two_pairs_of_sites_and_gates_as_an_event(exact):
-    """One pair in a plate and one as events: the same posterior as of all three in one site."""
-
-    def model():
-        with pyro.plate("features", 2):
-            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
-            w = pyro.sample("w", dist.Normal(ZERO, ONE))
-        v = pyro.sample("v", BernoulliGate(probs=X.new_full((1,), RATE)).to_event(1))
-        u = pyro.sample("u", dist.Normal(X.new_zeros(1), ONE).to_event(1))
-        with pyro.plate("data", N):
-            pyro.sample("y", dist.Normal(torch.cat([z * w, v * u]) @ X.mT, ONE), obs=Y)
-
-    guide = correlated(model, {"w": "z", "u": "v"})
-    result = fit(model, guide, steps=250, seed=1)
-    found = guide.active_probs()
-    torch.testing.assert_close(torch.cat([found["z"], found["v"]]), exact.inclusion, rtol=0, atol=0.05)
-    assert result.log_evidence == pytest.approx(exact.log_evidence, abs=0.05)
-    assert check_fit(model, guide).ok
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """AutoGate, AutoSpikeSlab and RectifyReparam."""
 
-import copy
 import math
 from functools import partial
 
@@ -10,14 +9,10 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList
-from torch.distributions import kl_divergence
-from torch.optim.swa_utils import AveragedModel
 
 from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.reparam import RectifyReparam
-from pyro_l0.maths import quadrature
-from tests.cases import first_by_default
 from tests.infer.regressions import regression, train
 
 
@@ -67,43 +62,6 @@ def test_jitter_is_that_of_the_paper():
 
     log_alpha = started(model).posterior()["z"].log_alpha
     assert log_alpha.std().item() == pytest.approx(0.01, rel=0.035)
-
-
-def test_summaries():
-    """Test gates without a graph, and probabilities."""
-    guide = started(family=RectifiedNormal, init_jitter=0.0, init_active_prob=0.6)
-    probs = guide.active_probs()
-    assert all(x.flatten().tolist() == pytest.approx([0.6] * x.numel(), abs=1e-6) for x in probs.values())
-    assert not guide.test_gates()["b"].requires_grad
-
-
-@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal])
-@pytest.mark.parametrize("rate", first_by_default([0.1, 0.05, 0.2, 0.5]))
-def test_without_data_the_posterior_returns_to_the_prior(family, rate):
-    """The free energy is then the KL alone; the realised rate is the prior's to 1e-3."""
-
-    def model():
-        pyro.sample("z", family.from_active_prob(rate).expand([5]).to_event(1))
-
-    guide = started(model, family=family, init_active_prob=0.3)
-    optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 700)
-    optimiser.register_step_post_hook(lambda *_: decay.step())
-    train(L0_ELBO("free_energy")(model, guide), optimiser, 700)
-    assert guide.active_probs()["z"].mean().item() == pytest.approx(rate, abs=1e-3)
-
-
-def test_copies_keep_the_original_whole():
-    """Averaged weights copy the guide; the original still knows its model."""
-    guide = started()
-    averaged = AveragedModel(guide)
-    with torch.no_grad():
-        guide.sites["b"]["log_alpha"].add_(1.0)
-    assert guide.model is model
-    assert not torch.equal(averaged.module.test_gates()["b"], guide.test_gates()["b"])
-    other = started(init_jitter=1.0)
-    other.load_state_dict(guide.state_dict())
-    assert torch.equal(copy.deepcopy(other).test_gates()["a.z"], guide.test_gates()["a.z"])
 
 
 def test_local_gates_in_a_subsampled_plate():
@@ -201,14 +159,6 @@ def test_reparam_refuses_what_it_cannot_do():
     observed = poutine.condition(lambda: pyro.sample("z", HardConcrete(0.0)), {"z": torch.tensor(0.0)})
     with pytest.raises(ValueError, match="latent gate at site 'z', but it is observed"):
         poutine.reparam(observed, {"z": RectifyReparam()})()
-
-
-def test_closed_form_is_taken(monkeypatch):
-    """With the prior's family the KL of the guide costs no quadrature."""
-    monkeypatch.setattr(quadrature, "stretch_nodes", None)
-    guide = started()
-    prior = HardConcrete.from_active_prob(0.2, temperature=0.5).expand([4])
-    assert torch.isfinite(kl_divergence(guide.posterior()["a.z"], prior)).all()
 
 
 def test_parameters_per_gate_that_are_not_learned():

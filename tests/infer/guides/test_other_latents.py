@@ -107,17 +107,6 @@ def test_a_hierarchy():
     assert check_fit(hierarchy, guide).ok
 
 
-def test_a_mean_field_and_its_check():
-    """Independent normals: the intercepts' means are right, and the chains of the check mend the gates."""
-    probs, effect, _ = exact()
-    guide = AutoSpikeSlab(random_intercept, SLAB)
-    fit(random_intercept, guide, steps=150, num_particles=32, seed=0)
-    torch.testing.assert_close(guide.summary()["a"].mean, effect, rtol=0, atol=0.15)
-    torch.testing.assert_close(
-        check_fit(random_intercept, guide, chains=64).active_probs["z"], probs, rtol=0, atol=0.03
-    )
-
-
 @pytest.mark.slow
 def test_named_latents_are_drawn_before_the_gates():
     """Their check follows each chain's own draw."""

@@ -4,12 +4,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.nn import PyroModule
 from torch import nn
 
-from pyro_l0 import HardConcrete
+from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from tests.infer.regressions import regression, train
 
@@ -36,6 +36,15 @@ def gates_alone(size):
 def of_slabs(size):
     """A guide that was not called."""
     return AutoSpikeSlab(slabs_of(size), slab={"w": "z"}, init_active_prob=0.5)
+
+
+def by_correlated(seed):
+    pyro.set_rng_seed(seed)
+    x, binary = torch.randn(30, 3), BernoulliGate(probs=torch.tensor(0.3))
+    model = lambda: regression(x, 2 * x[:, 0], binary, dist.Normal(0.0, 1.0))  # noqa: E731
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, gates="autoregressive", slabs="structured")
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
+    return [svi.step() for _ in range(6)], fitted(guide)
 
 
 def svi_of(guide, wrapped=None, optimiser=None):
@@ -113,6 +122,10 @@ def test_second_guide_in_one_process_is_trained_as_alone(local):
         pyro.clear_param_store()
         for name in [*RUNS, *reversed(RUNS)]:
             assert_same(RUNS[name](), alone[name])
+
+
+def test_a_second_correlated_guide_is_trained_as_alone():
+    assert_same(by_correlated(1), by_correlated(1))
 
 
 def test_two_guides_trained_in_turn():

@@ -261,17 +261,6 @@ def test_one_feature_and_more_features_than_observations(p):
     assert check_fit(program, guide, flips=9).active_probs["z"].isfinite().all()
 
 
-def test_the_likelihood_may_be_a_factor():
-    """pyro.factor in the place of observed sites gives the same bound, up to the factor's constant."""
-
-    def program():
-        z, w = features()
-        pyro.factor("fit", dist.Normal(pyro.deterministic("beta", z * w) @ X.mT, 1.0).log_prob(Y).sum() + 3.0)
-
-    first, second = (fit(one, correlated(one), steps=100, num_particles=16, seed=0) for one in (model, program))
-    assert second.log_evidence == pytest.approx(first.log_evidence + 3.0, abs=0.05)
-
-
 @pytest.mark.parametrize("rate", [0, -0.1, float("nan"), float("inf")])
 def test_fit_refuses_a_learning_rate_that_trains_nothing(rate):
     """Before the model is run."""

@@ -213,15 +213,6 @@ def test_gates_that_the_loss_would_close_are_decided_in_a_long_run():
     assert (target.report().of_budget, target.report().undecided) == (1, 0)
 
 
-@pytest.mark.parametrize("family", FOUR_FAMILIES)
-def test_every_family_meets_a_budget(family):
-    """By training, not by the last correction alone."""
-    guide, loss, target = started({"z": 0.5}, steps=150, seed=2, family=family)
-    train(guide, loss, target, 150)
-    assert target.fraction().item() == pytest.approx(0.5)
-    assert target.report().undecided <= 0.1
-
-
 def test_several_budgets_in_one_run():
     """Each is met at once after it is reached, and handed over with the gates of that moment."""
     met = []

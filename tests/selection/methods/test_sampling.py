@@ -102,18 +102,6 @@ def test_some_known(prior, sampled):
     assert_close(found, expected, *sampled)
 
 
-def test_one_feature():
-    design = DESIGNS["diabetes"]
-    prior = Prior((1.0, 1.0))
-    x = design.x[:, 1:2]
-    found = tempered_posterior(Problem("gaussian", x, design.y, prior), seed=3)
-    expected = GaussianPosterior(
-        x, design.y, dist.HalfCauchy(ONE).log_prob, dist.HalfNormal(ONE).log_prob, prior.rate
-    ).summary()
-    assert errors(found, expected)[0] < 0.02
-    assert errors(found, expected)[2] < 0.1
-
-
 def regression(name, intercept, prior):
     """One of the designs that are not Gaussian, with a constant added where there is an intercept."""
     design = next(x for x in generalised_linear_designs() if x.name == name)
