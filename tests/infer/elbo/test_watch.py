@@ -233,10 +233,7 @@ def test_a_model_that_returns_its_loss(returns):
 
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_a_function_that_returns_its_loss(has_loss):
-    """Also with its data in a closure, and with deterministic sites, which score nothing.
-
-    Without data and parameters, returning no more than its draws, a model may be there for its prior's sake.
-    """
+    """Also with its data in a closure, and with deterministic sites, which score nothing."""
 
     def program():
         z = pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1))
