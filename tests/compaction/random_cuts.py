@@ -105,6 +105,7 @@ def torch_encoder() -> _Made:
 MODELS: dict[str, Callable[[], _Made]] = {
     "GPT-2": _of_words("GPT2LMHeadModel", **_GPT2),
     "BERT": _of_words("BertForSequenceClassification", **_TEXT, **_SIZES),
+    "ALBERT": _of_words("AlbertForSequenceClassification", embedding_size=24, **_TEXT, **_SIZES),
     "DistilBERT": _of_words("DistilBertForSequenceClassification", **_TEXT, **_DISTILBERT),
     "Llama": _of_words("LlamaForCausalLM", **_TEXT, **_SIZES, num_key_value_heads=2),
     "Mistral": _of_words("MistralForCausalLM", **_TEXT, **_SIZES, num_key_value_heads=2),

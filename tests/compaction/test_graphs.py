@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import Shrinker, compact, load_compacted
@@ -79,25 +78,6 @@ def test_a_residual_network_shrinks_twice(tmp_path):
     torch.testing.assert_close(loaded(x), result.network(x), rtol=0, atol=0)
 
 
-def test_a_constant_behind_an_open_gate_stays_random():
-    """What a closed unit hands on is no constant where another gate multiplies it."""
-    x = vectors()
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.BatchNorm1d(4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
-    nn.init.ones_(net[3].bias)
-    _, _, _, shrinker = shrunk(net, x, {"net.2": [1]})
-    assert {site: len(units) for site, units in shrinker.kept.items()} == {"net.2": 3, "net.5": 4}
-
-    def forward(net, x):
-        x = net.first(x)
-        return net.last(x + net.h(torch.relu(net.b(net.g(torch.relu(net.a(x)))))))
-
-    layers = {"first": nn.Linear(3, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
-    branch = Net(forward, g=Gate(4), h=Gate(4), **layers)
-    nn.init.ones_(branch.b.bias)
-    _, _, _, shrinker = shrunk(branch, x, {"net.g": [0, 1, 2, 3]})
-    assert list(shrinker.kept) == ["net.h"]
-
-
 @pytest.mark.parametrize(
     ("function", "closed", "kept"),
     [
@@ -118,49 +98,10 @@ def test_a_gate_at_two_places_keeps_what_either_needs(function, closed, kept):
     assert guide.posterior().keys() == gate_names(model.net).keys()
 
 
-def test_a_gate_at_two_places_is_priced_once():
-    """Each weight once, whatever the number of places in front of it."""
-
-    def forward(net, x):
-        h = net.g(torch.relu(net.a(x)))
-        return net.b(net.g(h + torch.relu(net.m(h))))
-
-    net = Net(forward, a=nn.Linear(3, 4), m=nn.Linear(4, 4), g=Gate(4), b=nn.Linear(4, 2))
-    x = torch.randn(5, 3)
-    cost = NetworkCost(net, x)
-    assert cost.group_sizes == {"g": 6.0}
-    assert cost.filter_sizes == {"g": 7.0}
-    expected = net.m.weight.square().sum(0) + net.b.weight.square().sum(0)
-    torch.testing.assert_close(square_norms(net, x)["g"](), expected)
-
-
 def behind_gates(function):
     return Net(
         lambda s, x: function(s, s.g(torch.relu(s.a(x)))), a=nn.Conv2d(3, 4, 3), g=Gate(4, dim=1), b=nn.Conv2d(4, 2, 1)
     )
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda s, h: s.b(h / h.shape[2]),
-        lambda s, h: s.b(F.avg_pool2d(h, h.size(3))),
-        lambda s, h: s.b(F.avg_pool2d(h, h.size()[2:])),
-        lambda s, h: F.linear(F.adaptive_avg_pool2d(h, 1).squeeze(), s.b.weight.flatten(1), s.b.bias),
-    ],
-    ids=["position", "pool", "pool by slice", "squeeze"],
-)
-def test_sizes_as_arguments(function):
-    """Sizes of positions are read again; dimensions of size one are those of the whole example."""
-    shrunk(behind_gates(function), images(), {"net.g": [1]})
-
-
-def test_the_number_of_units_as_an_argument_stays():
-    """The network's code would compute with the smaller number; zeros take the place of what leaves."""
-    model, guide, _, shrinker = started(behind_gates(lambda s, h: s.b(h / h.shape[1])).double(), images())
-    guide.close("net.g", torch.tensor([1]))
-    shrinker.step()
-    assert (model.net.a.out_channels, model.net.b.in_channels) == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -180,25 +121,6 @@ def test_what_code_does_with_a_tensor(net, x):
     weights = [module.weight for module in small.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     assert NetworkCost(net, x).weights(gates) == sum(weight.numel() for weight in weights)
     assert NetworkCost(net, x).weights(gates) < NetworkCost(net, x).total_weights
-
-
-def test_an_example_of_another_width_is_refused():
-    net = nn.Sequential(nn.Linear(3, 4), Gate(4), nn.Linear(4, 2)).double()
-    with pytest.raises(ValueError, match=r"Expected an example.* that the network takes, but got .* \(2, 5\)"):
-        NetworkCost(net, torch.ones(2, 5, dtype=torch.float64))
-
-
-def test_a_new_bias_is_trained():
-    """BatchNorm's shift of a closed unit becomes the bias of a layer that had none."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
-    nn.init.ones_(net[3].bias)
-    x = vectors()
-    model, _, optimiser, _ = shrunk(net, x, {"net.2": [1]})
-    bias = model.net.get_parameter("4.bias")
-    before = bias.detach().clone()
-    model(x).sum().backward()
-    optimiser.step()
-    assert not torch.equal(bias, before)
 
 
 def test_other_gates_of_the_guide_are_left_alone():

@@ -15,6 +15,7 @@ from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from tests.compaction.networks import Model, set_gates, started
+from tests.engine.zoo import attention as zoo
 from tests.networks import Net
 
 STEPS = 50
@@ -59,33 +60,17 @@ class Residual(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class Attention(nn.Module):
-    """Heads with a size written into an attribute, gated as wholes."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads, self.size = heads, width // heads
-        self.qkv, self.gate, self.out = nn.Linear(width, 3 * width), Gate(heads, dim=1), nn.Linear(width, width)
-
-    def forward(self, x):
-        batch, tokens, _ = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
-        h = self.gate(F.scaled_dot_product_attention(q, k, v))
-        return self.out(h.transpose(1, 2).reshape(batch, tokens, self.heads * self.size))
-
-
 class Transformer(nn.Module):
+    """A block with a number of heads that its code reads."""
+
     def __init__(self):
         super().__init__()
-        self.embed, self.place = nn.Linear(2, 8), nn.Parameter(torch.randn(4, 8))
-        self.norm1, self.attention, self.norm2 = nn.LayerNorm(8), Attention(8, 4), nn.LayerNorm(8)
-        self.up, self.gate, self.down, self.head = nn.Linear(8, 16), Gate(16), nn.Linear(16, 8), nn.Linear(8, 3)
+        self.embed, self.places, self.head = nn.Linear(2, 8), nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 3)
+        self.block = zoo.Block(8, 4, fused=True, fixed=True)
+        self.block.dropout.p = 0.0
 
     def forward(self, x):
-        x = self.embed(x.view(-1, 4, 2)) + self.place
-        x = x + self.attention(self.norm1(x))
-        x = x + self.down(self.gate(F.gelu(self.up(self.norm2(x)))))
-        return self.head(x.mean(1))
+        return self.head(self.block(self.embed(x.view(-1, 4, 2)) + self.places).mean(1))
 
 
 OPTIMISERS = {

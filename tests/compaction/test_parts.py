@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
-from pyro_l0.compaction.plan import Plan, torch_sizes
+from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn import Gate, L0Gate, fix_gates
 from tests.networks import Net
 
@@ -44,36 +45,6 @@ def test_norms_count_units_that_left_as_zeros(kind, affine):
     assert type(small) is not kind
     with pytest.raises(TypeError, match=r"Expected nn.LayerNorm or nn.RMSNorm .* got GroupNorm"):
         reduce_norm(nn.GroupNorm(1, 4), 4)
-
-
-@pytest.mark.parametrize(
-    ("module", "kept", "expected"),
-    [
-        (nn.Linear(4, 3), {"weight": ([0, 2], [1])}, {"out_features": 2, "in_features": 1}),
-        (nn.Conv2d(4, 6, 3), {"weight": ([0, 5], [1, 2, 3], None, None)}, {"out_channels": 2, "in_channels": 3}),
-        (
-            nn.Conv2d(4, 4, 3, groups=4),
-            {"weight": ([0, 3], None, None, None)},
-            {"out_channels": 2, "in_channels": 2, "groups": 2},
-        ),
-        (nn.Conv1d(6, 4, 3, groups=2), {"weight": ([0, 2], [0, 2], None)}, {"out_channels": 2, "in_channels": 4}),
-        (nn.ConvTranspose2d(4, 6, 2), {"weight": ([0], [1, 2], None, None)}, {"in_channels": 1, "out_channels": 2}),
-        (nn.BatchNorm1d(5), {"running_mean": ([1, 2],), "weight": ([1, 2],)}, {"num_features": 2}),
-        (nn.GroupNorm(3, 6), {"weight": ([2, 3, 4, 5],)}, {"num_channels": 4, "num_groups": 2}),
-        (nn.LayerNorm(5), {"weight": ([0, 4],)}, {"normalized_shape": (2,)}),
-        (nn.Embedding(7, 4), {"weight": (None, [1])}, {"embedding_dim": 1}),
-        (nn.PReLU(4), {"weight": ([1, 2],)}, {"num_parameters": 2}),
-        (nn.InstanceNorm2d(4), {}, {"num_features": 3}),
-        (nn.Unflatten(1, (4, 2)), {}, {"unflattened_size": (3, 2)}),
-        (nn.ReLU(), {}, {}),
-    ],
-    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
-)
-def test_attributes_of_torchs_modules(module, kept, expected):
-    kept = {
-        name: tuple(None if index is None else torch.tensor(index) for index in places) for name, places in kept.items()
-    }
-    assert torch_sizes(module, kept, {4: 3}) == expected
 
 
 def test_gates_become_nothing_numbers_selections_or_zeros():
@@ -160,8 +131,10 @@ EXPORTS = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own exporters
-@pytest.mark.parametrize("how", EXPORTS)
-@pytest.mark.parametrize("make", [page, page_with_values, stream, maps])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [*((stream, how) for how in EXPORTS), *product([page, page_with_values, maps], ["script", "export"])],
+)
 def test_compact_networks_are_exported(make, how):
     """Of plain torch, or with typed modules for what has to stay, without hooks; another network needs the library."""
     torch.manual_seed(0)

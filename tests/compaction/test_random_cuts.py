@@ -16,22 +16,15 @@ from tests.compaction.random_cuts import MODELS, gated, random_gates, refusals
 from tests.engine.zoo import ZOO
 from tests.networks import Net
 
+EVERYDAY = ("GPT-2", "Llama", "nn.TransformerEncoder")
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "T5" else name for name in MODELS])
+@pytest.fixture(params=[x if x in EVERYDAY else pytest.param(x, marks=pytest.mark.slow) for x in MODELS])
 def model(request):
     if request.param != "nn.TransformerEncoder" and not HAS_TRANSFORMERS:
         pytest.skip("needs the package transformers, which is not installed")
     return request.param
-
-
-@pytest.fixture(params=ZOO)
-def entry(request):
-    entry = ZOO[request.param]
-    if entry.needs is not None and importlib.util.find_spec(entry.needs) is None:
-        pytest.skip(f"needs the package {entry.needs}, which is not installed")
-    return entry
 
 
 def test_a_cut_of_heads_and_units(model):
@@ -46,12 +39,10 @@ def test_twenty_cuts_at_three_rates(model, with_heads):
     assert not list(refusals(network, example, 20))
 
 
-def test_a_cut_of_the_zoo(entry):
-    assert not list(refusals(entry.network(), entry.example(), 1, first=1))
-
-
 @pytest.mark.slow
-def test_cuts_of_the_zoo(entry):
+@pytest.mark.parametrize("name", ZOO)
+def test_cuts_of_the_zoo(name):
+    entry = ZOO[name]
     assert not list(refusals(entry.network(), entry.example(), 3, first=3))
 
 
@@ -117,12 +108,6 @@ def projection():
         number=6,
         weight=nn.Parameter(torch.randn(6, 6)),
     )
-
-
-def test_the_integer_that_an_operation_used_is_changed_and_no_other_size():
-    network = nn.Sequential(nn.Linear(3, 6), Gate(6), projection(), Gate(6), nn.Linear(6, 2)).eval()
-    gates = {"1": torch.tensor([1.0, 0, 0, 1, 0, 0]), "3": torch.tensor([1.0, 1, 1, 1, 0, 1])}
-    assert compact(network, gates, torch.randn(4, 3)).network[2].number == 5
 
 
 def heads_of(net, x, size):

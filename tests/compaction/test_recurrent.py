@@ -37,9 +37,7 @@ class Classifier(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize(
-    ("layers", "both", "reads"), [(1, False, "output"), (1, True, "state"), (2, False, "packed"), (2, True, "packed")]
-)
+@pytest.mark.parametrize(("layers", "both", "reads"), [(1, True, "state"), (2, True, "packed")])
 def test_a_layer_becomes_a_smaller_one(kind, layers, both, reads):
     """On sequences of another length too, with gates between 0 and 1 in its weights; the cost counts what is left."""
     torch.manual_seed(0)
@@ -121,27 +119,6 @@ def test_an_initial_state_that_is_given_keeps_its_units():
         compacted = compact(network, {"layer.1": GATES}, example)
     assert compacted.network.layer.hidden_size == 8
     torch.testing.assert_close(compacted.network(*example), fix_gates(network, {"layer.1": GATES})(*example))
-
-
-def test_gates_between_layers_go_into_the_weights_of_the_next_one():
-    """Modules for each layer have sizes of their own, and nothing else is left."""
-
-    class Stack(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.LSTM(4, 8, bidirectional=True), nn.GRU(16, 6, 2, bidirectional=True)
-            self.last = nn.Linear(12, 2)
-
-        def forward(self, x):
-            return self.last(self.second(self.first(x)[0])[0])
-
-    torch.manual_seed(4)
-    network = insert_gates(Stack().double().eval(), {"first": Gate(8), "second": Gate(6)})
-    compacted = compact(network, {"first.1": GATES, "second.1": GATES[:6]}, X)
-    small = compacted.network
-    assert compacted.certificate < 1e-13
-    assert (small.first.hidden_size, small.second.input_size, small.second.hidden_size) == (5, 10, 4)
-    assert [type(module) for module in small.modules()] == [Stack, nn.LSTM, nn.GRU, nn.Linear]
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

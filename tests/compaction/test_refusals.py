@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map_only
 
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.compact import CompactionError
@@ -56,8 +55,8 @@ def unpacked(net, x):
     return net.b(net.gate(net.a(x)).mean((2, 3)).view(rows, -1))
 
 
-def behind(layer, part=lambda output: output):
-    return Net(lambda net, x: net.b(net.gate(part(net.a(x)))), a=layer)
+def behind(layer):
+    return Net(lambda net, x: net.b(net.gate(net.a(x))), a=layer)
 
 
 def wrapped(function):
@@ -82,12 +81,10 @@ def wrapped(function):
         (behind(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), VECTORS),
         (behind(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))), VECTORS),
         (Net(lambda net, x: net.b(net.gate(net.a(x)))), SEQUENCES),
-        (behind(nn.LSTM(6, 4, batch_first=True), lambda output: output[0]), SEQUENCES),
         (behind(nn.Embedding(9, 4)), torch.tensor([[0, 3], [8, 2]])),
         (Net(lambda net, x: net.b(net.gate(torch.cat([net.a(x)[:, :2]] * 2, 1)))), VECTORS),
         (Net(lambda net, x: net.b(net.gate(net.a(x) * net.s)), s=nn.Parameter(torch.ones(4))), VECTORS),
         (Net(lambda net, x: net.b(net.gate(net.a(x / 255)))), (255 * VECTORS.sigmoid()).byte()),
-        (nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Softmax(-1), nn.Linear(4, 2)), VECTORS),
     ],
 )
 def test_code_of_any_kind_is_taken_and_the_network_left_alone(net, x):
@@ -146,7 +143,7 @@ def test_subclasses_are_taken_as_what_they_inherit(kind):
         assert result.plan.changes
 
 
-@pytest.mark.parametrize("error", [AssertionError("rank"), IndexError("place"), ValueError("shape"), KeyError("z")])
+@pytest.mark.parametrize("error", [AssertionError("rank"), KeyError("z")])
 def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
     """Whatever a rule does, so that callers that go on without a cut can."""
 
@@ -157,15 +154,6 @@ def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
     net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(CompactionError, match=f"raises {type(error).__name__}"):
         compact(net, {"1": GATE}, VECTORS)
-
-
-def test_closed_units_that_stay_have_a_reason():
-    """By the operation that needs them, and the module."""
-    net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Softmax(-1), nn.Linear(4, 2))
-    result = compact(net, {"1": GATE}, VECTORS)
-    assert result.network[0].out_features == 3
-    assert list(result.reasons["1"]) == [1]
-    assert "softmax in 2" in result.reasons["1"][1]
 
 
 @dataclass
@@ -183,61 +171,16 @@ def many(net, x):
     return {"logits": net.b(h), "parts": (h.sum(1), h.mean(1))}
 
 
-@pytest.mark.parametrize(
-    ("forward", "example"),
-    [
-        (lambda net, x, y: net.b(net.gate(net.a(x) + net.a(y))), (VECTORS, VECTORS.flip(0))),
-        (lambda net, x, y: net.b(net.gate(net.a(x) + net.a(y))), {"x": VECTORS, "y": VECTORS.exp()}),
-        (flag, [VECTORS, {"x": VECTORS, "return_features": False}]),
-        (lambda net, *args, **kwargs: net.b(net.gate(net.a(kwargs["x"]))), {"x": VECTORS}),
-        (many, VECTORS),
-        (lambda net, x: Record(net.b(net.gate(net.a(x))), 3), VECTORS),
-    ],
-)
-def test_inputs_and_outputs_of_any_kind(forward, example):
-    """Tuples, keywords, several calls; dicts, tuples and dataclasses."""
-    net = type("Several", (networks.Net,), {"forward": forward})(
-        None, a=nn.Linear(6, 4), gate=Gate(4), b=nn.Linear(4, 2)
-    )
-    example = tree_map_only(torch.Tensor, torch.Tensor.double, example)
-    result = compact(net.double(), {"gate": GATE.double()}, example)
-    assert result.certificate < 1e-12
-    assert result.network.a.out_features == 3
-    assert result.network.b.in_features == (4 if forward is many else 3)  # a mean is over all of them
-
-
-# ------------------------------------------------------------ sizes in the code
-
-
-class HardCoded(nn.Module):
-    """Sizes as attributes, in a tuple or a list, and as a literal."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.width, self.shape, self.sizes = how, 4, (2, 4), [2, 4]
-        self.a, self.gate, self.b = nn.Linear(6, 8), Gate(4), nn.Linear(8, 2)
-
-    def forward(self, x):
-        h = self.a(x)
-        size = {"attribute": self.width, "tuple": self.shape[1], "list": self.sizes[1], "literal": 4}[self.how]
-        h = h.view(len(h), 2, size)
-        return self.b(self.gate(h).flatten(1))
-
-
-@pytest.mark.parametrize("how", ["attribute", "tuple", "list"])
-def test_sizes_in_attributes_are_found(how):
-    net = HardCoded(how)
-    small = compact(net, {"gate": GATE}, VECTORS).network
-    assert {"tuple": small.shape[1], "list": small.sizes[1]}.get(how, small.width) == 3
-    assert small.a.out_features == 6
-    assert (net.width, net.shape, net.sizes) == (4, (2, 4), [2, 4])
-
-
 # ------------------------------------------------------------ what is refused
 
 
 def dense():
     return Net(lambda net, x: net.b(net.gate(net.a(x))))
+
+
+def literal(net, x):
+    h = net.a(x).view(len(x), 2, 4)
+    return net.b(net.gate(h).flatten(1))
 
 
 def recurrent():
@@ -263,11 +206,11 @@ ONES = torch.ones(4)
             r"line \d+ of test_refusals.py \(Net\(.*ones\(4\).* must match the size",
         ),
         (
-            nn.Sequential(HardCoded("literal"), nn.Linear(2, 1)),
-            {"0.gate": GATE},
+            Net(literal, a=nn.Linear(6, 8), b=nn.Linear(8, 2)),
+            {"gate": GATE},
             VECTORS,
             CompactionError,
-            r"line \d+ of test_refusals.py \(h = h.view\(len\(h\).*"
+            r"line \d+ of test_refusals.py \(h = net.a\(x\).view\(len\(x\).*"
             r"shape '\[5, 2, 4\]' is invalid for input of size 30. Take sizes from the tensors",
         ),
         # Networks and examples.

@@ -56,21 +56,6 @@ def train(loss, optimiser, x, y, steps):
     return values
 
 
-def test_training_goes_on_as_before():
-    """With gates that are certain, the same losses as without shrinking, twice and with patience."""
-    losses = {}
-    for shrinks in (False, True):
-        model, guide, loss, optimiser, x, y = build()
-        shrinker = Shrinker(model.net, guide, x, optimiser, loss.elbo, patience=2)
-        losses[shrinks] = train(loss, optimiser, x, y, 3)
-        for _ in range(2):
-            assert [shrinks and shrinker.step() for _ in range(2)] == [False, shrinks]
-            losses[shrinks] += train(loss, optimiser, x, y, 10)
-            set_gates(guide, "net.11", [0], -60.0)
-    torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-8, atol=1e-8)
-    assert (model.net[0].out_channels, model.net[3].out_channels, model.net[9].out_features) == (2, 2, 2)
-
-
 def test_what_is_left_and_full_sizes():
     """Original places of the units that stay, zeros for those that left; the same outputs."""
     model, guide, loss, optimiser, x, _ = build()
@@ -198,14 +183,6 @@ def test_inputs_are_selected_once():
     with pytest.raises(KeyError), selected.of(net):
         raise KeyError
     torch.testing.assert_close(net(x[3:9]), expected, rtol=0, atol=0)
-
-
-def test_a_network_that_reads_all_inputs_gets_them_as_they_are():
-    x = torch.ones(4, 6)
-    whole = nn.Sequential(Gate(6), nn.Linear(6, 3))
-    for net in (whole, compact(whole, {"0": torch.ones(6)}, x[:1]).network):
-        with SelectedInputs(x).of(net) as inputs:
-            assert inputs is x
 
 
 def test_inputs_are_selected_anew_after_a_shrinking_that_removes_some():

@@ -35,7 +35,7 @@ def added(one, other):
 
 
 def product(one, other):
-    """Two branches, one of which is a door of the other."""
+    """Two branches, of which one multiplies the other."""
     return Net(lambda net, x: F.silu(net.one(x)) * net.other(x), one=one, other=other)
 
 
@@ -105,8 +105,8 @@ class _Pieces:
             return added(self.chain(size, 2), self.branch(size, size)), size
         if kind == "product":
             hidden = self.one_of(*SIZES)
-            doors = product(self.layer(size, hidden), self.layer(size, hidden))
-            return nn.Sequential(doors, Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
+            branches = product(self.layer(size, hidden), self.layer(size, hidden))
+            return nn.Sequential(branches, Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
         if kind == "beside":
             return Beside(self.dim, self.branch(size, 4), self.chain(size, 2)), size + 4
         if kind == "repeated":

@@ -190,31 +190,6 @@ def test_two_operands_and_layers(network, removed):
     assert len(analysis.removed["gate"]) == removed
 
 
-def test_a_product_switches_the_other_factor_off():
-    """What is multiplied by a closed unit leaves with it."""
-    network = Between(lambda h, one: h * one, second=True)
-    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
-    assert analysis.kept["other.weight"][0].tolist() == analysis.gates["gate"].kept_out.tolist()
-
-
-@pytest.mark.parametrize(
-    "product", [lambda h: F.glu(h, -1), lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :]]
-)
-def test_a_gate_on_the_product_of_a_gated_feed_forward_layer(product):
-    """Both halves of the projection in front lose the rows of closed units."""
-
-    network = Net(
-        lambda net, x: x + net.down(net.gate(product(net.up(x)))),
-        up=nn.Linear(6, 16),
-        gate=Gate(8),
-        down=nn.Linear(8, 6),
-    )
-    analysis = examine(network, torch.randn(2, 3, 6, dtype=torch.float64))
-    kept = analysis.gates["gate"].kept_out
-    assert len(kept) == 4
-    assert analysis.kept["up.weight"][0].tolist() == [*kept.tolist(), *(kept + 8).tolist()]
-
-
 def test_a_view_into_heads_leaves_in_whole_heads():
     """Closing all features of a head lets the head leave; closing the same feature of all heads lets that leave."""
 
@@ -234,3 +209,39 @@ def test_a_view_into_heads_leaves_in_whole_heads():
     assert removed([1, 5]) == []
     assert removed([1, 5, 9]) == [1, 5, 9]
     assert removed([4, 5, 6, 7]) == []  # the number of heads is a dimension of the output
+
+
+def test_attention_over_constants_varies():
+    """Constant values that differ from token to token are weighted by what the queries ask for."""
+
+    def forward(net, x):
+        q = net.query(x)[:, None]
+        v = (net.gate(net.query(x))[:, None, :3] + net.values) * 1.0
+        return net.out(F.scaled_dot_product_attention(q, q[:, :, :3], v)[:, 0])
+
+    network = Net(
+        forward, query=nn.Linear(6, 4), gate=Gate(4), out=nn.Linear(4, 2), values=nn.Parameter(torch.randn(1, 1, 3, 4))
+    )
+    analysis = examine(network, torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
+    assert not analysis.folds
+    assert len(analysis.gates["gate"].kept_out) == 4
+
+
+def test_torch_multihead_attention_keeps_its_sizes_and_says_so():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate = nn.Linear(6, 8), Gate(8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.second, self.out = Gate(8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            h = self.gate(self.one(x))
+            return self.out(self.second(self.attention(h, h, h)[0]))
+
+    analysis = examine(Net(), torch.randn(2, 5, 6, dtype=torch.float64))
+    reason = "nn.MultiheadAttention in attention, whose sizes are fixed"
+    assert set(analysis.reasons["gate"].values()) == {reason}
+    assert len(analysis.removed["second"]) == 4
+    assert len(analysis.kept["attention.in_proj_weight"][0]) == 24
+    assert analysis.kept["out.weight"][1].tolist() == analysis.gates["second"].kept_out.tolist()

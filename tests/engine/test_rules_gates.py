@@ -42,33 +42,6 @@ def residual(gate, branch, shape=lambda h: h):
     return Net(forward, gate=gate, branch=branch, shape=shape)
 
 
-def test_gates_at_the_end_of_a_branch_fill_in_zeros():
-    network = residual(Gate(6), nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)))
-    analysis = examine(network, inputs(2, 6))
-    assert len(analysis.gates["gate"].kept_in) == 3
-    assert len(analysis.gates["gate"].kept_out) == 6
-    assert analysis.kept["branch.2.weight"][0].tolist() == analysis.gates["gate"].kept_in.tolist()
-
-
-def test_one_gate_on_a_whole_block():
-    """The block keeps one unit of every dimension, since none may become empty; its sum keeps its size."""
-    branch = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6))
-    for shape, dim in ((lambda h: h.unsqueeze(1), 1), (lambda h: h[..., None], -1)):
-        analysis = examine(residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([True])})
-        assert [len(x) for x in analysis.kept["branch.0.weight"]] == [1, 6]
-        assert len(analysis.kept["branch.2.weight"][1]) == 1
-        assert analysis.multiply_adds() < analysis.multiply_adds(kept=False)
-        opened = examine(residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([False])})
-        assert opened.multiply_adds() == opened.multiply_adds(kept=False) == 2 * 2 * 6 * 5
-
-
-def test_one_gate_on_a_block_of_maps():
-    branch = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
-    analysis = examine(residual(Gate(1, 1), branch, lambda h: h[:, None]), inputs(2, 4, 5, 5), fraction=1.0)
-    assert [len(x) for x in analysis.kept["branch.0.weight"]] == [1, 4, 3, 3]
-    assert [len(x) for x in analysis.kept["branch.3.weight"]][1:] == [1, 3, 3]
-
-
 def test_a_gate_that_is_drawn_for_ones():
     """A gate of ones is a number of the whole block, which closes it."""
 
@@ -94,13 +67,6 @@ def test_calls_of_one_gate_have_one_size():
     assert analysis.gates["gate"].kept_in.tolist() == [0, 1, 2, 3]
     assert analysis.gates["gate"].kept_out.tolist() == [1, 2]
     assert len(analysis.kept["two.weight"][0]) == 4
-
-
-def test_gates_in_a_row():
-    network = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
-    closed = {"1": torch.tensor([True, False, False, False]), "3": torch.tensor([True, True, False, False])}
-    analysis = examine(network, inputs(2, 6), closed)
-    assert analysis.gates["1"].kept_in.tolist() == analysis.gates["3"].kept_out.tolist() == [2, 3]
 
 
 def test_everything_closed_keeps_one_unit():

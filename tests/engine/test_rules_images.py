@@ -8,7 +8,6 @@ from torch import nn
 from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.maps import VARIES
-from pyro_l0.nn.gate import name_gates
 from tests.engine.exactness import examine
 from tests.networks import Net
 
@@ -16,27 +15,17 @@ from tests.networks import Net
 class Between(nn.Module):
     """Layers between eight gated channels and a convolution that reads what they make."""
 
-    def __init__(self, *layers, operation=None):
+    def __init__(self, *layers):
         super().__init__()
-        self.one, self.gate = nn.Conv2d(3, 8, 3), Gate(8, 1)
-        self.layers = nn.Sequential(*layers)
-        self.operation = operation or (lambda h: h)
+        self.one, self.gate, self.layers = nn.Conv2d(3, 8, 3), Gate(8, 1), nn.Sequential(*layers)
         with torch.no_grad():
             self.out = nn.Conv2d(self.middle(torch.ones(2, 3, 8, 8)).shape[1], 2, 1)
 
     def middle(self, x):
-        return self.operation(self.layers(self.gate(self.one(x))))
+        return self.layers(self.gate(self.one(x)))
 
     def forward(self, x):
         return self.out(self.middle(x)).mean((2, 3))
-
-
-def squeeze():
-    return Net(
-        lambda net, x: x * net.up(net.down(x.mean((2, 3), keepdim=True)).relu()).sigmoid(),
-        down=nn.Conv2d(8, 3, 1),
-        up=nn.Conv2d(3, 8, 1),
-    )
 
 
 def images(size=8):
@@ -44,8 +33,6 @@ def images(size=8):
 
 
 LAYERS = {
-    "dense": (lambda: Between(nn.Conv2d(8, 6, 3, padding=1)), 4),
-    "strided": (lambda: Between(nn.Conv2d(8, 6, 3, stride=2, dilation=2)), 4),
     "transposed": (lambda: Between(nn.ConvTranspose2d(8, 6, 2, 2)), 4),
     "depthwise": (lambda: Between(nn.Conv2d(8, 8, 3, groups=8, bias=False)), 4),
     "depthwise, bias": (lambda: Between(nn.Conv2d(8, 8, 3, groups=8)), 0),
@@ -60,22 +47,8 @@ LAYERS = {
     "max pool": (lambda: Between(nn.MaxPool2d(2)), 4),
     "average pool": (lambda: Between(nn.AvgPool2d(2, padding=1)), 4),
     "adaptive pools": (lambda: Between(nn.AdaptiveAvgPool2d(2), nn.AdaptiveMaxPool2d(1)), 4),
-    "batch norm": (lambda: Between(nn.BatchNorm2d(8)), 0),
     "instance norm": (lambda: Between(nn.InstanceNorm2d(8)), 4),
     "instance norm, affine": (lambda: Between(nn.InstanceNorm2d(8, affine=True)), 0),
-    "dropout": (lambda: Between(nn.Dropout2d(0.5)), 4),
-    "prelu": (lambda: Between(nn.PReLU(8)), 4),
-    "squeeze and excite": (lambda: Between(squeeze()), 4),
-    "channels last": (lambda: Between(operation=lambda h: h.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)), 4),
-    "channels in front": (lambda: Between(operation=lambda h: F.pad(h, (0, 0, 0, 0, 2, 2))), 4),
-    "zero pad": (lambda: Between(nn.ZeroPad2d(1)), 4),
-    "flip": (lambda: Between(operation=lambda h: h.flip(3)), 4),
-    "rows": (lambda: Between(operation=lambda h: h[:, :, ::2]), 4),
-    "tokens": (
-        lambda: Between(operation=lambda h: h.flatten(2).transpose(1, 2).unflatten(1, (6, 6)).permute(0, 3, 1, 2)),
-        4,
-    ),
-    "channel shuffle": (lambda: Between(operation=lambda h: F.channel_shuffle(h, 2)), 4),
 }
 
 
@@ -123,33 +96,6 @@ def test_gates_behind_grouped_convolutions_and_group_norms():
     assert analysis.reasons["3"] == dict.fromkeys((5, 7), "native_group_norm in 2")
 
 
-def test_constants_behind_padding_are_maps():
-    """What BatchNorm makes of closed channels is constant; a convolution that pads makes a map of it."""
-    network = Between(nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1))
-    network = network.double().eval()
-    name_gates(network)
-    with torch.no_grad():
-        network.layers[0].running_mean.uniform_(-1, 1)
-        network.layers[0].bias.uniform_(-1, 1)
-    closed = {"gate": torch.tensor([True, False] * 4)}
-    analysis = analyse(record(network, images()), closed, {"gate": (~closed["gate"]).double()})
-    (fold,) = analysis.folds
-    assert fold.is_padded
-    assert (fold.weight, fold.bias, fold.path) == ("layers.1.weight", "layers.1.bias", "layers.1")
-    norm = network.layers[0]
-    shift = norm.bias - norm.running_mean * norm.weight / (norm.running_var + norm.eps).sqrt()
-    torch.testing.assert_close(fold.constant, shift.detach()[::2], rtol=1e-14, atol=0)
-    assert fold.units.tolist() == [0, 2, 4, 6]
-    assert analysis.zero_channels["layers.0"].tolist() == [0, 2, 4, 6]
-    assert len(analysis.removed["gate"]) == 4
-
-
-def test_constants_without_padding_leave_into_the_bias():
-    analysis = examine(Between(nn.BatchNorm2d(8), nn.ReLU()), images(), folds=True)
-    assert len(analysis.removed["gate"]) == 4
-    assert len(analysis.folds) == 1
-
-
 def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
     def shared(second):
         def forward(net, x):
@@ -194,14 +140,3 @@ def test_weights_that_depend_on_the_input():
         everything = analyse(recording, {"gate": torch.ones(8, dtype=torch.bool)})
         output = recording.calls[0].outputs[0]
         assert everything.maps.state(output) == VARIES
-
-
-def test_one_dimensional_and_three_dimensional_images():
-    one = nn.Sequential(
-        nn.Conv1d(3, 8, 3), Gate(8, 1), nn.MaxPool1d(2), nn.Conv1d(8, 6, 1), nn.AvgPool1d(2), nn.AdaptiveAvgPool1d(1)
-    )
-    assert len(examine(one, torch.randn(2, 3, 12, dtype=torch.float64)).removed["1"]) == 4
-    three = nn.Sequential(nn.Conv3d(3, 8, 2), nn.MaxPool3d(2), Gate(8, 1), nn.ConvTranspose3d(8, 4, 2), nn.AvgPool3d(2))
-    assert len(examine(three, torch.randn(1, 3, 5, 5, 5, dtype=torch.float64)).removed["2"]) == 4
-    no_batch = nn.Sequential(nn.Conv2d(3, 8, 2), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(8, 4, 2))
-    assert examine(no_batch, torch.randn(3, 6, 6, dtype=torch.float64)).multiply_adds() > 0

@@ -60,7 +60,12 @@ OPERATIONS = {
     "differences": along(lambda x, dim: x.diff(dim=dim)),
     "similarity": along(lambda x, dim: F.cosine_similarity(x, x.flip(0), dim)),
     "distance": [lambda x: torch.cdist(x, x + 1)],
-    "attention": [lambda x: F.scaled_dot_product_attention(x, x, x)],
+    "attention": [
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4).tril().log().to(x.dtype), scale=0.5),
+        lambda x: F.scaled_dot_product_attention(x, x.narrow(1, 0, 3), x.narrow(1, 0, 3), enable_gqa=True),
+        lambda x: torch.baddbmm(x.new_zeros(1), x.flatten(0, 1), x.flatten(0, 1).mT, beta=0),
+    ],
 }  # fmt: skip
 
 

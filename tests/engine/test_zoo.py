@@ -1,7 +1,6 @@
 """Every network of the zoo: what it computes with gates, and what its closed gates take with them."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch
@@ -18,12 +17,7 @@ from tests.engine.zoo import ZOO, call, sites
 UNCOUNTED = {"bilinear_pair": 3 * 4 * 5 * 5}
 
 
-@pytest.fixture(params=ZOO)
-def name(request):
-    needs = ZOO[request.param].needs
-    if needs is not None and importlib.util.find_spec(needs) is None:
-        pytest.skip(f"needs the package {needs}, which is not installed")
-    return request.param
+every_network = pytest.mark.parametrize("name", ZOO)
 
 
 def without_dropout(network):
@@ -68,27 +62,7 @@ def assert_equal(ours, theirs):
         assert (one - other).abs().max() <= 1e-10 * other.abs().max()
 
 
-def test_runs_with_every_gate_open_and_with_half_of_them_closed(name):
-    """In both modes, at two sizes of a batch; that closed gates change something shows that they act."""
-    entry = ZOO[name]
-    network, again = entry.network(), entry.network()
-    values = entry.gates(network)
-    assert values.keys() == sites(network).keys()
-    assert all(bool((value == 0).any()) for value in values.values() if len(value) > 1)
-    assert entry.stays.keys() <= values.keys()
-    fixed = fix_gates(network, values)
-    opened = fix_gates(network, {site: torch.ones_like(value) for site, value in values.items()})
-    for batch in (3, 2):
-        example = entry.example(batch)
-        outputs = call(fixed, example)
-        assert all(x.isfinite().all() for x in outputs)
-        assert any(not torch.allclose(x, y) for x, y in zip(outputs, call(opened, example), strict=True))
-        assert all(map(torch.equal, outputs, call(fix_gates(again, values), example)))  # of one seed
-        training = call(copy.deepcopy(fixed).train(), example)
-        assert [x.shape for x in training] == [x.shape for x in outputs]
-        assert all(x.isfinite().all() for x in training)
-
-
+@every_network
 def test_closed_units_leave_on_one_side_of_their_gate_or_have_a_reason(name):
     entry = ZOO[name]
     network = entry.network()
@@ -103,6 +77,7 @@ def test_closed_units_leave_on_one_side_of_their_gate_or_have_a_reason(name):
             assert len(analysis.reasons[site]) >= entry.stays[site][0]
 
 
+@every_network
 def test_compacts_to_an_equal_network_of_fewer_operations(name):
     """Outputs and input gradients in both modes, at another batch; shapes written by hand; torch's count of work."""
     entry = ZOO[name]
@@ -161,6 +136,7 @@ def test_closed_blocks_compute_next_to_nothing(name, branches):
     assert work[1] <= 0.35 * work[0]
 
 
+@every_network
 def test_with_every_gate_open_the_price_is_that_of_the_whole_network(name):
     if name == "style_network":
         pytest.skip("its first image is a constant, whose convolution leaves whatever the gates say")

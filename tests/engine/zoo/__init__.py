@@ -4,7 +4,6 @@ from tests.engine.zoo import (
     attention,
     convolutional,
     generative,
-    hugging_face,
     inputs,
     mlp,
     norms,
@@ -17,5 +16,5 @@ from tests.engine.zoo.entry import Entry, call, sites
 
 __all__ = ["ZOO", "Entry", "call", "sites"]
 
-FAMILIES = (mlp, convolutional, residual, attention, norms, generative, recurrent, inputs, tied, hugging_face, public)
+FAMILIES = (mlp, convolutional, residual, attention, norms, generative, recurrent, inputs, tied, public)
 ZOO: dict[str, Entry] = {name: entry for family in FAMILIES for name, entry in family.ENTRIES.items()}

@@ -142,7 +142,7 @@ class Llama(nn.Module):
         self.words = nn.Embedding(words, size)
         self.attention_norm, self.dense_norm, self.norm = (rms_norm(size) for _ in range(3))
         self.attention = GroupedAttention(size)
-        self.up, self.door = nn.Linear(size, 12, bias=False), nn.Linear(size, 12, bias=False)
+        self.up, self.gated = nn.Linear(size, 12, bias=False), nn.Linear(size, 12, bias=False)
         self.gate = Gate(12)
         self.down = nn.Linear(12, size, bias=False)
         self.head = nn.Linear(size, words, bias=False)
@@ -151,7 +151,7 @@ class Llama(nn.Module):
         x = self.words(tokens)
         x = x + self.attention(self.attention_norm(x))
         y = self.dense_norm(x)
-        x = x + self.down(self.gate(F.silu(self.door(y)) * self.up(y)))
+        x = x + self.down(self.gate(F.silu(self.gated(y)) * self.up(y)))
         return self.head(self.norm(x))
 
 
@@ -232,21 +232,6 @@ class VisionTransformer(nn.Module):
         return self.head(x[:, 0])
 
 
-class Mixer(nn.Module):
-    """MLP-Mixer: dense layers along the patches, then along the features."""
-
-    def __init__(self, size=8, tokens=6):
-        super().__init__()
-        self.token_norm, self.feature_norm = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.tokens, self.features = feed_forward(tokens, 10), feed_forward(size, 12)
-        self.head = nn.Linear(size, 3)
-
-    def forward(self, x):
-        x = x + self.tokens(self.token_norm(x).transpose(1, 2)).transpose(1, 2)
-        x = x + self.features(self.feature_norm(x))
-        return self.head(x.mean(1))
-
-
 class LinearAttention(nn.Module):
     """Attention without softmax: keys times values first, by einsum."""
 
@@ -306,7 +291,7 @@ ENTRIES = {
     "causal_attention": Entry(CausalAttention, sequence(12), shapes={"qkv.weight": (18, 12), "output.weight": (5, 6)}),
     # Heads 1 and 3 are the second ones of both key heads.
     "grouped_queries": Entry(
-        Llama, tokens, shapes={"attention.output.weight": (16, 8), "up.weight": (6, 16), "door.weight": (6, 16)},
+        Llama, tokens, shapes={"attention.output.weight": (16, 8), "up.weight": (6, 16), "gated.weight": (6, 16)},
     ),
     "cross_attention": Entry(
         CrossAttention, lambda batch: (torch.randn(batch, 4, 12), torch.randn(batch, 6, 10)),
@@ -332,6 +317,5 @@ ENTRIES = {
     "input_width": Entry(
         InputWidth, sequence(3), shapes={"first.weight": (6, 3), "qkv.weight": (36, 12), "output.weight": (6, 12)},
     ),
-    "mixer": Entry(Mixer, sequence(8, 6), shapes={"tokens.inner.weight": (5, 6), "features.inner.weight": (6, 8)}),
     "linear_attention": Entry(LinearAttention, sequence(12), shapes={"key.weight": (6, 12), "output.weight": (3, 6)}),
 }  # fmt: skip

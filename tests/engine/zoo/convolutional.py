@@ -121,34 +121,21 @@ def grouped():
     )  # fmt: skip
 
 
-def inception():
-    """Branches of several kernels, one of which is pooled, side by side."""
-    return Net(
-        lambda net, x: net.head(torch.cat([net.one(x), net.three(x), net.pooled(x)], dim=1)).amax((2, 3)),
-        one=nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), Gate(4, dim=1)),
-        three=nn.Sequential(
-            nn.Conv2d(3, 4, 1), nn.ReLU(), Gate(4, dim=1), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), Gate(6, dim=1)
-        ),
-        pooled=nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(3, 2, 1), nn.LeakyReLU(0.1), Gate(2, dim=1)),
-        head=nn.Conv2d(12, 5, 3),
-    )
-
-
 class WaveBlock(nn.Module):
-    """WaveNet: a dilated causal convolution whose halves are a signal and its door, a residual sum and a skip."""
+    """WaveNet: a dilated causal convolution whose halves are a signal and its sigmoid, a residual sum and a skip."""
 
     def __init__(self, maps, dilation):
         super().__init__()
         self.dilation = dilation
         self.signal = nn.Conv1d(maps, 6, 2, dilation=dilation)
-        self.door = nn.Conv1d(maps, 6, 2, dilation=dilation)
+        self.sigmoid = nn.Conv1d(maps, 6, 2, dilation=dilation)
         self.gate = Gate(6, dim=1)
         self.residual = nn.Conv1d(6, maps, 1)
         self.skip = nn.Conv1d(6, 4, 1)
 
     def forward(self, x):
         padded = F.pad(x, (self.dilation, 0))
-        h = self.gate(torch.tanh(self.signal(padded)) * torch.sigmoid(self.door(padded)))
+        h = self.gate(torch.tanh(self.signal(padded)) * torch.sigmoid(self.sigmoid(padded)))
         return x + self.residual(h), self.skip(h)
 
 
@@ -167,15 +154,6 @@ class WaveNet(nn.Module):
             x, skip = block(x)
             skips = skips + skip
         return self.head(self.gate(F.relu(skips)))
-
-
-def separable():
-    """Speech commands: each map filtered along time by itself, then mixed."""
-    return nn.Sequential(
-        nn.Conv1d(4, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ReLU(), Gate(8, dim=1),
-        nn.Conv1d(8, 8, 3, groups=8), nn.Conv1d(8, 10, 1), nn.BatchNorm1d(10), nn.ReLU(), Gate(10, dim=1),
-        nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(10, 3),
-    )  # fmt: skip
 
 
 def volume():
@@ -242,13 +220,9 @@ ENTRIES = {
         grouped, images(), second_half,
         shapes={"0.weight": (4, 3, 1, 1), "3.weight": (4, 2, 3, 3), "6.weight": (5, 4, 1, 1)},
     ),
-    "inception": Entry(inception, images(), shapes={"head.weight": (5, 6, 3, 3), "three.0.weight": (2, 3, 1, 1)}),
     "wavenet": Entry(
         WaveNet, lambda batch: torch.randn(batch, 1, 16),
-        shapes={"blocks.1.signal.weight": (3, 8, 2), "blocks.1.door.weight": (3, 8, 2), "head.weight": (5, 2, 1)},
-    ),
-    "separable": Entry(
-        separable, lambda batch: torch.randn(batch, 4, 24), shapes={"4.weight": (4, 1, 3), "5.weight": (5, 4, 1)},
+        shapes={"blocks.1.signal.weight": (3, 8, 2), "blocks.1.sigmoid.weight": (3, 8, 2), "head.weight": (5, 2, 1)},
     ),
     "volume": Entry(volume, lambda batch: torch.randn(batch, 2, 4, 4, 4), shapes={"5.weight": (2, 3, 2, 2, 2)}),
 }  # fmt: skip

@@ -33,7 +33,6 @@ class Entry:
         closed: from the number of a site's units, those that the tests close.
         shapes: of some parameters, once the closed units have left.
         stays: by site, how many closed units can't leave on either side of their gate, and why.
-        needs: a package without which the network can't be built.
     """
 
     make: Callable[[], nn.Module]
@@ -41,7 +40,6 @@ class Entry:
     closed: Callable[[int], Tensor] = every_other
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stays: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    needs: str | None = None
 
     def network(self, seed: int = 0) -> nn.Module:
         """The network in float64 and eval mode, its gates named, no statistic or scale at its starting value."""

@@ -34,39 +34,11 @@ class UNet(nn.Module):
         return self.head(self.last(torch.cat([h, fine], 1)))
 
 
-class Autoencoder(nn.Module):
-    """Variational: what is drawn in training is the mean in evaluation."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), Gate(8))
-        self.mean, self.log_variance = nn.Linear(8, 4), nn.Linear(8, 4)
-        self.latent_gate = Gate(4)
-        self.decoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Gate(8), nn.Linear(8, 10))
-
-    def forward(self, x):
-        h = self.encoder(x)
-        mean, log_variance = self.mean(h), self.log_variance(h)
-        latent = mean
-        if self.training:
-            latent = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
-        return {"x": self.decoder(self.latent_gate(latent)), "mean": mean, "log_variance": log_variance}
-
-
 def super_resolution():
     """Sub-pixel: nine maps become one of three times the height and width."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), Gate(8, dim=1),
         nn.Conv2d(8, 36, 3, padding=1), nn.PixelShuffle(3), nn.ReLU(), Gate(4, dim=1), nn.Conv2d(4, 1, 3, padding=1),
-    )  # fmt: skip
-
-
-def generator():
-    """DCGAN's generator, from a vector to an image."""
-    return nn.Sequential(
-        nn.Linear(5, 8 * 4), nn.Unflatten(1, (8, 2, 2)), nn.BatchNorm2d(8), nn.ReLU(), Gate(8, dim=1),
-        nn.ConvTranspose2d(8, 6, 4, stride=2, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), Gate(6, dim=1),
-        nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1), nn.Tanh(),
     )  # fmt: skip
 
 
@@ -119,18 +91,6 @@ def modulated(is_transposed):
     )
 
 
-def flow():
-    """A coupling layer: half of the inputs move the other half by a gated network; returns the log determinant."""
-
-    def forward(net, x):
-        fixed, moved = x.split(3, -1)
-        scale, shift = net.moves(net.gate(F.relu(net.hidden(fixed)))).chunk(2, -1)
-        scale = torch.tanh(scale)
-        return torch.cat([fixed, moved * scale.exp() + shift], -1), scale.sum(-1)
-
-    return Net(forward, hidden=nn.Linear(3, 10), gate=Gate(10), moves=nn.Linear(10, 6))
-
-
 class Times(nn.Module):
     """Diffusion's: sines and cosines of times, as many as an attribute says."""
 
@@ -150,16 +110,8 @@ ENTRIES = {
         UNet, images(),
         shapes={"up.weight": (6, 4, 2, 2), "merge.0.weight": (4, 8, 3, 3), "last.0.weight": (3, 7, 3, 3)},
     ),
-    "variational_autoencoder": Entry(
-        Autoencoder, lambda batch: torch.randn(batch, 10),
-        shapes={"mean.weight": (4, 4), "decoder.0.weight": (4, 2), "decoder.3.weight": (10, 4)},
-    ),
     "super_resolution": Entry(
         super_resolution, images(5, 1), shapes={"3.weight": (18, 4, 3, 3), "7.weight": (1, 2, 3, 3)},
-    ),
-    "generator": Entry(
-        generator, lambda batch: torch.randn(batch, 5),
-        shapes={"0.weight": (16, 5), "5.weight": (4, 3, 4, 4), "9.weight": (3, 3, 4, 4)},
     ),
     "style_network": Entry(
         StyleNetwork, lambda batch: torch.randn(batch, 5),
@@ -173,5 +125,4 @@ ENTRIES = {
         )
         for name, make in {"modulated": lambda: modulated(False), "up_modulated": lambda: modulated(True)}.items()
     },
-    "flow": Entry(flow, lambda batch: torch.randn(batch, 6), shapes={"hidden.weight": (5, 3), "moves.weight": (6, 5)}),
 }  # fmt: skip

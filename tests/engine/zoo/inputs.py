@@ -48,18 +48,6 @@ class TwoTowers(nn.Module):
         return self.shared_gate(self.encoder(x))
 
 
-def siamese():
-    """One network for both images, compared by their difference."""
-    return Net(
-        lambda net, one, other: net.head(net.gate((net.network(one) - net.network(other)).abs())),
-        network=nn.Sequential(
-            nn.Conv2d(1, 6, 3), nn.ReLU(), Gate(6, dim=1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 10), nn.Tanh()
-        ),
-        gate=Gate(10),
-        head=nn.Linear(10, 1),
-    )
-
-
 class WideAndDeep(nn.Module):
     """Bags of categories beside numbers, with the factors of the bags gated."""
 
@@ -123,10 +111,6 @@ ENTRIES = {
     "two_towers": Entry(
         TwoTowers, lambda batch: (torch.randn(batch, 6), torch.randn(4, 6)),
         shapes={"encoder.0.weight": (5, 6), "query.weight": (6, 4), "item.weight": (6, 4)},
-    ),
-    "siamese": Entry(
-        siamese, lambda batch: (torch.randn(batch, 1, 8, 8), torch.randn(batch, 1, 8, 8)),
-        shapes={"network.5.weight": (5, 27)},
     ),
     "wide_and_deep": Entry(
         WideAndDeep,

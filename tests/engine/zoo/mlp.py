@@ -26,12 +26,6 @@ def batch_norm():
     return nn.Sequential(*layers, nn.Sigmoid(), Gate(6), nn.Linear(6, 2))
 
 
-def prelu():
-    return nn.Sequential(
-        nn.Linear(8, 10), nn.PReLU(10), Gate(10), nn.Linear(10, 6), nn.PReLU(), Gate(6), nn.Linear(6, 2)
-    )
-
-
 def drops_units():
     """Drops units of whole examples, in training mode alone."""
 
@@ -103,38 +97,6 @@ class SoftExperts(nn.Module):
         return torch.einsum("be,beh,eho->bo", share, hidden, self.outer)
 
 
-def deep_sets():
-    """A function of the sum over a set's elements."""
-    return Net(
-        lambda net, x: net.whole(net.gate(net.element(x).sum(1))),
-        element=nn.Sequential(nn.Linear(4, 10), nn.ReLU(), Gate(10), nn.Linear(10, 8), nn.ReLU()),
-        gate=Gate(8),
-        whole=nn.Sequential(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 2)),
-    )
-
-
-class GraphConvolution(nn.Module):
-    """Features of nodes, averaged over neighbours between dense layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 12)
-        self.gate = Gate(12)
-        self.second = nn.Linear(12, 8, bias=False)
-        self.inner = Gate(8)
-        self.output = nn.Linear(8, 3)
-
-    def forward(self, x, adjacency):
-        mean = adjacency / adjacency.sum(-1, keepdim=True)
-        h = self.gate(F.relu(mean @ self.first(x)))
-        return self.output(self.inner(F.elu(mean @ self.second(h))))
-
-
-def _graph(batch):
-    adjacency = (torch.rand(6, 6) < 0.4).double() + torch.eye(6)
-    return torch.randn(batch, 6, 5), adjacency
-
-
 def _rows(*sizes):
     return lambda batch: torch.randn(batch, *sizes)
 
@@ -143,7 +105,6 @@ ENTRIES = {
     "mlp": Entry(mlp, _rows(8), shapes={"0.weight": (8, 8), "3.weight": (6, 8), "6.weight": (3, 6), "3.bias": (6,)}),
     "inputs_and_log_softmax": Entry(inputs_and_log_softmax, _rows(8), shapes={"1.weight": (3, 4), "4.weight": (4, 3)}),
     "batch_norm": Entry(batch_norm, _rows(8), shapes={"0.weight": (5, 8), "3.weight": (5,), "4.weight": (3, 5)}),
-    "prelu": Entry(prelu, _rows(8), shapes={"1.weight": (5,), "4.weight": (1,)}),
     "drops_units": Entry(drops_units, _rows(8), shapes={"layers.3.weight": (6, 8)}),
     "data_dependent": Entry(data_dependent, _rows(6), shapes={"hidden.weight": (5, 6)}),
     "swiglu": Entry(swi_glu, _rows(8), shapes={"gated.weight": (6, 8), "linear.weight": (6, 8)}),
@@ -153,6 +114,4 @@ ENTRIES = {
         # The router's softmax is over all experts, so that its rows stay.
         SoftExperts, _rows(6), shapes={"inner": (2, 6, 4), "outer": (2, 4, 6), "router.weight": (4, 6)},
     ),
-    "deep_sets": Entry(deep_sets, _rows(5, 4), shapes={"element.3.weight": (4, 5), "whole.0.weight": (3, 4)}),
-    "graph_convolution": Entry(GraphConvolution, _graph, shapes={"first.weight": (6, 5), "second.weight": (4, 6)}),
 }  # fmt: skip

@@ -8,7 +8,6 @@ from pyro_l0.nn import Gate
 from tests.engine.zoo.attention import feed_forward, rms_norm
 from tests.engine.zoo.convolutional import images
 from tests.engine.zoo.entry import Entry, second_half
-from tests.networks import Net
 
 
 class NormedStream(nn.Module):
@@ -35,26 +34,6 @@ class NormedStream(nn.Module):
         return self.gate(norm(x)) if self.behind else norm(x)
 
 
-class NextBlock(nn.Module):
-    """ConvNeXt: maps filtered one by one, normalised as features, two dense layers, a scale per map."""
-
-    def __init__(self, maps):
-        super().__init__()
-        self.filter = nn.Conv2d(maps, maps, 7, padding=3, groups=maps)
-        self.norm = nn.LayerNorm(maps, eps=1e-6)
-        self.dense = feed_forward(maps, 4 * maps)
-        self.scale = nn.Parameter(torch.full((maps,), 0.1))
-
-    def forward(self, x):
-        h = self.norm(self.filter(x).permute(0, 2, 3, 1))
-        return x + (self.scale * self.dense(h)).permute(0, 3, 1, 2)
-
-
-def convnext():
-    layers = [nn.Conv2d(3, 6, 4, stride=4), NextBlock(6), NextBlock(6), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 5))
-
-
 class DiffusionBlock(nn.Module):
     """A diffusion U-Net's residual block: group norms, and an embedding of the time added to the maps."""
 
@@ -77,15 +56,6 @@ class DiffusionBlock(nn.Module):
         h = self.first(F.silu(self.first_norm(x))) + embedding[:, :, None, None]
         h = self.second(self.gate(F.silu(self.second_norm(h))))
         return self.head(x + h)
-
-
-def instance_norms():
-    """Style transfer's layers: norms of single maps, reflected borders."""
-    return nn.Sequential(
-        nn.ReflectionPad2d(1), nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.ReLU(), Gate(8, dim=1),
-        nn.Conv2d(8, 6, 3, stride=2, padding=1), nn.InstanceNorm2d(6), nn.ReLU(), Gate(6, dim=1),
-        nn.Conv2d(6, 3, 1), nn.Tanh(),
-    )  # fmt: skip
 
 
 class MapNorm(nn.LayerNorm):
@@ -149,16 +119,6 @@ class PositionGates(nn.Module):
         return self.out(self.last(F.relu(self.head(self.norm(h)))))
 
 
-def l2_normalised():
-    """An embedding of length one, as for retrieval."""
-    return Net(
-        lambda net, x: net.head(F.normalize(net.gate(F.relu(net.layer(x))), dim=-1)),
-        layer=nn.Linear(6, 12),
-        gate=Gate(12),
-        head=nn.Linear(12, 4),
-    )
-
-
 def _rows(batch):
     return torch.randn(batch, 6)
 
@@ -184,12 +144,10 @@ ENTRIES = {
         lambda: NormedStream(nn.LayerNorm, behind=False), _rows,
         shapes={"stem.weight": (6, 6), "dense.inner.weight": (5, 12), "dense.outer.weight": (6, 5)},
     ),
-    "convnext": Entry(convnext, images(), shapes={"2.dense.inner.weight": (12, 6)}),
     "diffusion_block": Entry(
         DiffusionBlock, lambda batch: (torch.randn(batch, 3, 6, 6), torch.arange(batch)), second_half,
         shapes={"first.weight": (4, 8, 3, 3), "time.1.weight": (4, 6), "second_norm.weight": (4,)},
     ),
-    "instance_norms": Entry(instance_norms, images(), shapes={"1.weight": (4, 3, 3, 3), "5.weight": (3, 4, 3, 3)}),
     "subclassed_norm": Entry(
         subclassed_norm, images(6), shapes={"4.weight": (3, 4, 3, 3), "7.weight": (2, 3, 1, 1)},
     ),
@@ -204,5 +162,4 @@ ENTRIES = {
         PositionGates, lambda batch: torch.randn(batch, 5, 6),
         shapes={"mix.weight": (5, 8), "head.weight": (4, 10), "out.weight": (2, 4)},
     ),
-    "l2_normalised": Entry(l2_normalised, _rows, shapes={"layer.weight": (6, 6), "head.weight": (4, 6)}),
 }  # fmt: skip

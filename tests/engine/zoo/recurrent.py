@@ -27,40 +27,6 @@ class Tagger(nn.Module):
         return self.head(self.hidden_gate(F.relu(self.hidden(self.gate(states)))))
 
 
-class LastState(nn.Module):
-    """The last state of one layer, the inputs of a second one gated in between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.GRU(4, 8, batch_first=True)
-        self.between = Gate(8)
-        self.second = nn.LSTM(8, 6, batch_first=True)
-        self.gate = Gate(6)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x):
-        states, _ = self.first(x)
-        _, (last, _) = self.second(self.between(states))
-        return self.head(self.gate(last[0]))
-
-
-class HandwrittenCell(nn.Module):
-    """A recurrence in a Python loop; the gate of the state is called at every step."""
-
-    def __init__(self, size=10):
-        super().__init__()
-        self.read = nn.Linear(4, size)
-        self.state = nn.Linear(size, size, bias=False)
-        self.gate = Gate(size)
-        self.head = nn.Linear(size, 2)
-
-    def forward(self, x):
-        state = x.new_zeros(len(x), self.state.in_features)
-        for step in x.unbind(1):
-            state = self.gate(torch.tanh(self.read(step) + self.state(state)))
-        return self.head(state)
-
-
 class PackedLayers(nn.Module):
     """Two layers in both directions on sequences of two lengths, whose last state is the first one of others."""
 
@@ -105,9 +71,6 @@ ENTRIES = {
     "tagger": Entry(
         Tagger, _tokens, shapes={"lstm.weight_hh_l0": (24, 6), "words.weight": (20, 4), "hidden.weight": (5, 6)},
     ),
-    "last_state": Entry(
-        LastState, _steps, shapes={"first.weight_ih_l0": (24, 4), "second.weight_ih_l0": (24, 4)},
-    ),
     "packed_layers": Entry(
         lambda: insert_gates(PackedLayers(), {"first": Gate(6), "second": Gate(6)}), _steps,
         shapes={"first.weight_hh_l1": (12, 3), "second.weight_ih_l0_reverse": (12, 6), "head.weight": (2, 6)},
@@ -116,5 +79,4 @@ ENTRIES = {
         lambda: insert_gates(Cells(), {"lstm": Gate(8), "gru": Gate(6), "rnn": Gate(10)}), _steps,
         shapes={"lstm.weight_ih": (16, 4), "gru.weight_hh": (9, 3), "rnn.weight_ih": (5, 3)},
     ),
-    "handwritten_cell": Entry(HandwrittenCell, _steps, shapes={"read.weight": (5, 4), "state.weight": (5, 5)}),
 }  # fmt: skip

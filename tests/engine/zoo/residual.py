@@ -100,21 +100,21 @@ def whole_gate():
 
 
 class Highway(nn.Module):
-    """A door per unit chooses between the input and a function of it."""
+    """A share per unit chooses between the input and a function of it."""
 
     def __init__(self, size=6):
         super().__init__()
         self.stem = nn.Linear(4, size)
         self.stem_gate = Gate(size)
-        self.door = nn.Linear(size, size)
+        self.share = nn.Linear(size, size)
         self.layer = nn.Linear(size, size)
         self.gate = Gate(size)
         self.head = nn.Linear(size, 2)
 
     def forward(self, x):
         x = self.stem_gate(self.stem(x))
-        door = torch.sigmoid(self.door(x))
-        return self.head(self.gate(door * F.relu(self.layer(x)) + (1 - door) * x))
+        share = torch.sigmoid(self.share(x))
+        return self.head(self.gate(share * F.relu(self.layer(x)) + (1 - share) * x))
 
 
 def _groups_of(count):
