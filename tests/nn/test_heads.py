@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.infer.runs import factor
 from pyro_l0.nn import fix_gates, gate_heads
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.heads import PlainAttention
 from tests.networks import Net
-from tests.nn.training import trained_gates
 
 
 def attention():
@@ -109,37 +107,3 @@ def test_dropout_drops_attention_in_training_alone():
         draws = plain.train()(*[x.expand(4000, 3, 4)] * 3, need_weights=need_weights)[0].detach()
         assert (draws.std(0) > 0.01).all()
         assert ((draws.mean(0) - expected[0]).abs() < 5 * draws.std(0) / 4000**0.5).all()
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_heads_of_torchs_encoder(mode, generator):
-    """Two layers under nn.TransformerEncoder with padding, whose fused path would pass by the gates."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
-    net = nn.TransformerEncoder(layer, 2).train(mode)
-    gated = gate_heads(net, {f"layers.{k}.self_attn.out_proj": 2 for k in range(2)})
-    x = randn(generator, 2, 4, 8)
-    padding = torch.tensor([[False] * 4, [False] * 3 + [True]])
-    ones = {site: torch.ones(2, dtype=torch.float64) for site in gate_names(gated)}
-    assert len(ones) == 2
-    expected = net(x, src_key_padding_mask=padding).detach()  # with gradients torch takes the plain path
-    with torch.no_grad():
-        opened = fix_gates(gated, ones)(x, src_key_padding_mask=padding)
-        closed = fix_gates(gated, {site: value * 0 for site, value in ones.items()})(x, src_key_padding_mask=padding)
-    torch.testing.assert_close(opened[~padding], expected[~padding], rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(closed[~padding], expected[~padding])
-
-
-def test_gates_on_heads_train():
-    """A head that carries the answer stays, one of noise closes, at a price between what the two are worth."""
-    torch.manual_seed(0)
-    net = gate_heads(nn.Sequential(nn.Linear(2, 2, bias=False)), {"0": 2})
-    x = torch.randn(200, 2)
-    y = 2 * x[:, :1] + 0.5 * torch.randn(200, 1)
-
-    def model(x, y):
-        factor("y", -0.5 * ((net(x)[:, :1] - y) ** 2).sum() / 0.5**2)
-
-    gates = trained_gates(net, model, x, y, lam=20.0, steps=150)["0.gate"]
-    assert gates[0] > 0.5
-    assert gates[1] == 0

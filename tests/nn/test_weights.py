@@ -10,7 +10,6 @@ from pyro_l0.infer.runs import factor
 from pyro_l0.nn import Gate, fix_gates, gate_weights
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.weights import fix_weights
-from tests.nn.training import trained_gates
 
 LAYERS = {
     "dense": (lambda: nn.Linear(4, 3), lambda: torch.randn(2, 4)),
@@ -74,18 +73,3 @@ def test_units_beside_gated_weights_compact():
     assert small[3].weight.shape == (2, 2)
     kept = gates["3.gate"].view(2, 4)[:, [0, 2]]
     assert torch.equal(small[3].weight != 0, kept != 0)
-
-
-def test_superfluous_weights_close():
-    """A regression that needs two weights of six keeps those, and fix_weights writes the others as zeros."""
-    torch.manual_seed(0)
-    net = gate_weights(nn.Sequential(nn.Linear(6, 1)), "0")
-    x = torch.randn(300, 6)
-    y = 2 * x[:, 1] - x[:, 4] + 0.5 * torch.randn(300)
-
-    def model(x, y):
-        factor("y", -0.5 * (net(x)[:, 0] - y).square().sum() / 0.25)
-
-    gates = trained_gates(net, model, x, y, lam=20.0, steps=200)
-    weight = fix_weights(net, gates)[0].weight
-    assert weight.squeeze().nonzero().flatten().tolist() == [1, 4]
