@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
 from pyro.params.param_store import param_with_module_name
-from pyro.poutine import Trace, runtime
+from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import constraints
@@ -31,8 +31,8 @@ from pyro_l0.infer.guides.mean_field import (
     site_key,
     take_over,
 )
-from pyro_l0.infer.guides.parameters import Displaced, enter_store, parameters_in, state_parameter, warn_if_unmoved
-from pyro_l0.infer.record import Record, Site, sole_record
+from pyro_l0.infer.guides.parameters import Named, ReplacedByStore, share_with_pyro, warn_if_unmoved
+from pyro_l0.infer.record import Site, sole_record
 from pyro_l0.infer.runs import generators_kept
 from pyro_l0.maths.special import Number
 
@@ -220,18 +220,18 @@ class AutoGate(AutoGuide):
         self.sites = nn.ModuleDict()
         self._posteriors: dict[str, SitePosterior] = {}
         self._mean_field = MeanField(self._posteriors)
-        self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
-        self._displaced = Displaced()
+        self._replaced = ReplacedByStore()
         self._is_scaled = False
 
     def __getstate__(self) -> dict[str, object]:
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
-        state.update(_model=(None,), master=None, _names=None, _displaced=Displaced())
+        state.update(_model=(None,), master=None, _replaced=ReplacedByStore())
         if self.prototype_trace is not None:  # the posteriors have what is needed of it
             state["prototype_trace"] = Trace()
-        for parameter in self.sites.parameters():  # a weak reference, which SVI has asked for
-            parameter.__dict__.pop("unconstrained", None)
+        for module in self.children():
+            for parameter in module.parameters():  # a weak reference, which SVI has asked for
+                parameter.__dict__.pop("unconstrained", None)
         return state
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -287,7 +287,7 @@ class AutoGate(AutoGuide):
                 "model; call a guide once with the model's arguments before copying or pickling it."
             )
         model, elsewhere = self._model, DrawsElsewhere()
-        self._model = (self._displaced(elsewhere(self.model)),)
+        self._model = (self._replaced(elsewhere(self.model)),)
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError as error:
@@ -325,7 +325,7 @@ class AutoGate(AutoGuide):
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
         warn_if_unmoved(what, modules.parameters())
         with self._pyro_context:
-            enter_store(self._full_names)
+            self._share_parameters()
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         """Refuse a model without gates, or without those that are named."""
@@ -354,9 +354,9 @@ class AutoGate(AutoGuide):
         """Sample every site of this guide, given the model's arguments; the draws by site."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        elif self._displaced.found and torch.is_grad_enabled():
-            self._displaced.warn_once()
-        self._state_parameters()
+        elif self._replaced.found and torch.is_grad_enabled():
+            self._replaced.warn_once()
+        self._share_parameters()
         record = sole_record()
         if record is not None and not self._prototype_frames and not self._is_scaled:
             return self._drawing().draw_for(record)
@@ -366,24 +366,14 @@ class AutoGate(AutoGuide):
         """What draws the sites."""
         return self._mean_field
 
-    def _state_parameters(self) -> None:
-        """Tell the store the parameters, and handlers such as SVI's, which ask for them."""
-        enter_store(self._full_names)
-        if any(type(handler) is not Record for handler in runtime._PYRO_STACK):  # a Record does not need them
-            for name, parameters, key in self._full_names():
-                if parameters[key].requires_grad:
-                    state_parameter(parameters[key], constraint=constraints.real, name=name)
-
-    def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
-        """Names of the parameters in the store, as ``pyro.module`` would make them, and where they are."""
-        if self._names is None or self._names[0] != self._pyro_name:
-            names = []
-            for part in ("sites", "joint"):
-                module, prefix = self._modules.get(part), self._pyro_get_fullname(part)
-                for name, held, key in parameters_in(module) if module is not None else ():
-                    names.append((param_with_module_name(prefix, name), held, key))
-            self._names = self._pyro_name, names
-        return self._names[1]
+    def _share_parameters(self) -> None:
+        """Let Pyro know the parameters, under the names that ``pyro.module`` would give them."""
+        found: Named = []
+        for part in ("sites", "joint"):
+            module, prefix = self._modules.get(part), self._pyro_get_fullname(part)
+            if module is not None:
+                found += [(param_with_module_name(prefix, name), x) for name, x in module.named_parameters()]
+        share_with_pyro(found)
 
     # ------------------------------------------------------------ summaries
 
@@ -439,7 +429,6 @@ class AutoGate(AutoGuide):
             if not len(index):
                 del self._posteriors[name], self.sites[site_key(name)]
         self._mean_field = MeanField(self._posteriors)
-        self._names = None
         return replaced
 
     @torch.no_grad()

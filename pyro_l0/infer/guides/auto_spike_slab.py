@@ -171,7 +171,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
                 self._set_up_joint(self._structure, args, kwargs)
-        self._names, self.prototype_trace = None, prototype
+        self.prototype_trace = prototype
 
     def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
         sites, run_at = model_runs(self.model, args, kwargs)
@@ -305,7 +305,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
         """The sites' parts of joint draws, for a loss that takes many particles at once; None in subsampled plates."""
-        self._state_parameters()
+        self._share_parameters()
         if self._joint is None and any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
             return None
         return self._drawing().draw_together(number)

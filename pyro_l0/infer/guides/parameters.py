@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import pyro
@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.infer.record import Site
+from pyro_l0.infer.record import Record, Site
 
 __all__ = ["GateGuide", "check_guide"]
 
@@ -68,54 +68,62 @@ def check_guide(guide: object, asked: str, *methods: str) -> None:
         )
 
 
-_of_this_process = WeakTensorKeyDictionary()
-_PATIENCE = 100  # gradients
+Named = list[tuple[str, nn.Parameter]]  # parameters under their names in Pyro's parameter store
+
+_entered_here = WeakTensorKeyDictionary()  # what guides of this process have put into the store
 
 
-def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter], str]]]) -> None:
-    """Put a guide's parameters into Pyro's parameter store, where it is in use, under their full names.
+def share_with_pyro(parameters: Named) -> None:
+    """Let Pyro know a guide's parameters: its store, where that is in use, and handlers such as SVI's."""
+    if not pyro.settings.get("module_local_params"):
+        _enter_store(parameters)
+    if any(type(handler) is not Record for handler in runtime._PYRO_STACK):  # a Record does not need them
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                _state(parameter, constraint=constraints.real, name=name)
 
-    A value that was loaded or assigned is taken over, as by Pyro's own modules. A parameter that another guide of this
-    process left is not: the new guide starts anew, and optimisers step what its loss depends on.
+
+def _enter_store(parameters: Named) -> None:
+    """Put parameters into the store instead of those of the same names.
+
+    The value of an entry that was loaded or assigned is taken over, as by Pyro's own modules. That of another guide of
+    this process is not: the new guide starts anew, and optimisers step what its loss depends on.
     """
-    if pyro.settings.get("module_local_params"):
-        return
     store = pyro.get_param_store()
-    for name, parameters, key in names():
-        parameter, entry = parameters[key], store._params.get(name)
-        if entry is parameter:
-            continue
-        if entry is not None and entry not in _of_this_process:
-            if entry.shape != parameter.shape:
-                raise ValueError(
-                    f"Expected {name!r} in the parameter store of shape {tuple(parameter.shape)}, but got "
-                    f"{tuple(entry.shape)}; call pyro.clear_param_store() or load the parameters of this model."
-                )
-            with torch.no_grad():
-                parameter.copy_(entry)
-        _of_this_process[parameter] = True
-        # Names of replaced parameters stay known: guides trained in turn save the states of optimisers by name.
-        store._params[name] = parameter
-        store._param_to_name[parameter] = name
-        store._constraints[name] = constraints.real
+    for name, parameter in parameters:
+        if name in store:
+            entry = store[name]
+            if entry is parameter:
+                continue
+            if entry not in _entered_here:
+                _take_over(name, entry, parameter)
+        is_trained = parameter.requires_grad
+        # The store goes on to know the name of what it had: guides that are trained in turn need it, as Pyro's
+        # optimisers save their states by name.
+        store[name] = parameter
+        _entered_here[store[name]] = True
+        parameter.requires_grad_(is_trained)  # which the store has switched on
 
 
-def parameters_in(module: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter], str]]:
-    """A module's parameters: the name of each, the dict that holds it, and its name there."""
-    for path, part in module.named_modules():
-        held: dict[str, nn.Parameter] = vars(part)["_parameters"]
-        yield from ((f"{path}.{key}" if path else key, held, key) for key in held)
+@torch.no_grad()
+def _take_over(name: str, entry: Tensor, parameter: nn.Parameter) -> None:
+    if entry.shape != parameter.shape:
+        raise ValueError(
+            f"Expected {name!r} in the parameter store of shape {tuple(parameter.shape)}, but got "
+            f"{tuple(entry.shape)}; call pyro.clear_param_store() or load the parameters of this model."
+        )
+    parameter.copy_(entry)
 
 
 @runtime.effectful(type="param")
-def state_parameter(parameter: nn.Parameter, **_: object) -> Tensor:
-    """``pyro.param`` for handlers such as SVI's, whether or not the store is in use."""
+def _state(parameter: nn.Parameter, **_: object) -> Tensor:
+    """A ``pyro.param`` statement, whether or not the store is in use."""
     parameter.unconstrained = weakref.ref(parameter)  # type: ignore[attr-defined]  # which SVI asks for
     return parameter
 
 
-class Displaced(Messenger):
-    """Notices parameters of a model's networks whose names the parameter store has for others, which SVI would step.
+class ReplacedByStore(Messenger):
+    """Notices parameters of a model's networks for which the store has others of the same name, which SVI would step.
 
     ``pyro.module`` gives a new network's parameters the names of an earlier one's, whose entries stay.
     """
@@ -130,19 +138,25 @@ class Displaced(Messenger):
             self.found[msg["name"]] = weakref.ref(own)
 
     def warn_once(self) -> None:
-        """Warn if such parameters have gradients within SVI, which is to be asked at every loss."""
-        stored, parameters = pyro.get_param_store()._params, {name: own() for name, own in self.found.items()}
-        own_grads = {name: own for name, own in parameters.items() if own is not None and own.grad is not None}
-        used = [name for name, own in own_grads.items() if stored.get(name, own) is not own]
-        if used and any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
+        """Warn within SVI, when asked at every loss, once such parameters have gradients."""
+        if not any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
+            return
+        stored = dict(pyro.get_param_store().named_parameters())
+        parameters = {name: own() for name, own in self.found.items()}
+        with_grads = {name: own for name, own in parameters.items() if own is not None and own.grad is not None}
+        replaced = [name for name, own in with_grads.items() if stored.get(name, own) is not own]
+        if replaced:
             self.found = {}
             warnings.warn(
-                f"SVI does not train {used[0]!r} of the model, nor {len(used) - 1} other parameters: the parameter "
-                "store has others of these names, of an earlier network or a file. Call pyro.clear_param_store() "
-                "before training a new network, or pyro.module(..., update_module_params=True) to continue from the "
-                "store.",
+                f"SVI does not train {replaced[0]!r} of the model, nor {len(replaced) - 1} other parameters: the "
+                "parameter store has others of these names, of an earlier network or a file. Call "
+                "pyro.clear_param_store() before training a new network, or pyro.module(..., "
+                "update_module_params=True) to continue from the store.",
                 stacklevel=2,
             )
+
+
+_PATIENCE = 100  # gradients
 
 
 def warn_if_unmoved(what: str, parameters: Iterable[nn.Parameter]) -> None:

@@ -89,6 +89,7 @@ def test_gates_behind_a_frozen_site(freeze_first):
     again.load_state_dict(guide.state_dict())
     again.requires_grad_(False)
     again(X)  # nothing to watch
+    assert not any(x.requires_grad for x in again.parameters())
 
 
 def test_a_part_of_a_list_of_guides():
