@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "diagnostics": {"maths", "fast", "distributions", "infer", "nn"},
     "plots": {"distributions", "diagnostics"},
     "training": {"compaction"},
-    "pruning": {"infer", "nn", "compaction", "diagnostics", "training"},
+    "pruning": {"infer", "nn", "compaction", "diagnostics", "callbacks", "training"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
     "callbacks": {"infer", "nn", "compaction", "training"},
 }

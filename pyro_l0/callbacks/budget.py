@@ -1,10 +1,10 @@
-"""What the callbacks share: a budget over a network's L0Gates, from the first step to the compacted network."""
+"""What callbacks and ``prune`` share: a budget over L0Gates, from the first step to the compacted network."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.infer.target.budget import Cost
+from pyro_l0.infer.target.sparsity_target import OnBudget
 from pyro_l0.nn import NetworkCost, NetworkGates
 from pyro_l0.nn.engine import Example
 from pyro_l0.training.processes import average_gradients
@@ -22,6 +23,7 @@ from pyro_l0.training.processes import average_gradients
 __all__ = ["NetworkBudget"]
 
 _COSTS = ("macs", "weights", "parameters")
+Budgets = float | Sequence[float] | Mapping[str, float]
 
 
 class NetworkBudget:
@@ -34,14 +36,19 @@ class NetworkBudget:
     Args:
         network: the network with L0Gates, part of what the loop trains.
         example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
-        budget: largest fraction of the full network's cost, in (0, 1).
-        cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site.
+        budget: largest fraction of the full network's cost, in (0, 1), or several, as for
+            :class:`~pyro_l0.infer.SparsityTarget`.
+        cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site, or
+            several by the names of their budgets.
         pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
         at_least: by gate site, how many of its gates never close.
         multiple_of: by gate site, a number: the open gates are a multiple of it, or all of the site's.
+        on_budget: is called with each budget that is met, as by SparsityTarget.
 
     Attributes:
-        target: the budget's :class:`~pyro_l0.infer.SparsityTarget`, once the training has begun.
+        gates: the network's :class:`~pyro_l0.nn.NetworkGates`.
+        target: the budget's SparsityTarget, once the training has begun.
+        optimiser: the optimiser of the gates, once the training has begun.
         compacted: the small network, once the training has ended.
 
     Raises:
@@ -53,20 +60,26 @@ class NetworkBudget:
         self,
         network: nn.Module,
         example: Example,
-        budget: float,
-        cost: Literal["macs", "weights", "parameters"] | Cost = "macs",
+        budget: Budgets,
+        cost: Literal["macs", "weights", "parameters"] | Cost | Mapping[str, Cost] = "macs",
         *,
         pretrained: bool = False,
         at_least: Mapping[str, int] | None = None,
         multiple_of: Mapping[str, int] | None = None,
+        on_budget: OnBudget | None = None,
     ) -> None:
-        self._gates = NetworkGates(network)
+        self.gates = NetworkGates(network)
         counts = NetworkCost(network, example)
-        if not callable(cost) and cost not in _COSTS:
+        if isinstance(cost, str) and cost not in _COSTS:
             raise ValueError(f"Expected cost to be one of {', '.join(_COSTS)}, or a function, but got {cost!r}.")
-        self._cost: Cost = cost if callable(cost) else getattr(counts, cost)
+        self._cost: Cost | Mapping[str, Cost] = getattr(counts, cost) if isinstance(cost, str) else cost
         self._network, self._example, self._budget = network, example, budget
-        self._options: dict[str, Any] = {"pretrained": pretrained, "at_least": at_least, "multiple_of": multiple_of}
+        self._options: dict[str, Any] = {
+            "pretrained": pretrained,
+            "at_least": at_least,
+            "multiple_of": multiple_of,
+            "on_budget": on_budget,
+        }
         self._saved: Mapping[str, Any] | None = None
         self.target: SparsityTarget | None = None
         self.compacted: Compacted | None = None
@@ -93,7 +106,7 @@ class NetworkBudget:
         if not 0 < steps < math.inf:
             raise ValueError(f"Expected a known number of steps, but the trainer has {steps}. Give it max_steps.")
         known = set(trained)
-        lost = [site for site, gate in self._gates.sites.items() if gate.location not in known]
+        lost = [site for site, gate in self.gates.sites.items() if gate.location not in known]
         if lost:
             raise ValueError(
                 f"Expected gates that are trained with their network, but gate {lost[0]!r} is not. Train a module that "
@@ -105,16 +118,15 @@ class NetworkBudget:
                 f"Expected to go on after {taken} of {was} steps, where the callback's state is from, but the trainer "
                 f"is at {done} of {steps}. Resume a training with this callback and with as many steps, or begin anew."
             )
-        locations = self._gates.locations()
+        locations = self.gates.locations()
         before = [location.detach().clone() for location in locations]
-        self.target = SparsityTarget(self._gates, self._budget, self._cost, steps=int(steps), **self._options)
-        self._optimiser = torch.optim.Adam([{"params": locations, **self.target.optimiser_options}])
+        self.target = SparsityTarget(self.gates, self._budget, self._cost, steps=int(steps), **self._options)
+        self.optimiser = torch.optim.Adam([{"params": locations, **self.target.optimiser_options}])
         if self._saved:
             with torch.no_grad():
                 for location, place in zip(locations, before, strict=True):
                     location.copy_(place)
-            self.target.load_state_dict(self._saved["target"])
-            self._optimiser.load_state_dict(self._saved["optimiser"])
+            self.load_state_dict(self._saved)
             self._saved = None
 
     @torch.no_grad()
@@ -122,25 +134,25 @@ class NetworkBudget:
         """Move the gates, after the backward pass and before the step of the loop's optimiser."""
         if self.target is None or self.compacted is not None:
             return
-        locations = self._gates.locations()
+        locations = self.gates.locations()
         if any(location.grad is not None for location in locations):  # without any, add_gradient raises
             average_gradients(locations)  # for gates that DDP or FSDP ignores; DDP's own averages stay as they are
         for location in locations:
             if location.grad is not None:  # may overflow in float16; the scaler then skips the step of the weights
                 location.grad.nan_to_num_(0.0, 0.0, 0.0)
         self.target.add_gradient()
-        self._optimiser.step()
-        for parameter in self._gates.parameters():
+        self.optimiser.step()
+        for parameter in self.gates.parameters():
             parameter.grad = None
         self.target.ascend()
 
     def metrics(self) -> dict[str, float]:
-        """What is logged: the fraction of the cost, the multiplier in nats per unit of cost, and open gates."""
+        """What is logged: the fraction of the (first) cost, its multiplier in nats per unit, and open gates."""
         assert self.target is not None
         report = self.target.report()
         return {
-            "l0/fraction": report.fraction["cost"],
-            "l0/multiplier": report.multiplier["cost"],
+            "l0/fraction": next(iter(report.fraction.values())),
+            "l0/multiplier": next(iter(report.multiplier.values())),
             "l0/open_gates": float(sum(number for number, _ in report.open.values())),
         }
 
@@ -157,9 +169,9 @@ class NetworkBudget:
                 "gates closed at once. Train to the end for a better network.",
                 stacklevel=2,
             )
-        device = self._gates.locations()[0].device
+        device = self.gates.locations()[0].device
         example = tree_map_only(Tensor, lambda x: x.to(device), self._example)
-        self.compacted, refusal = compact_or_fix(self._network, self._gates.test_gates(), example)
+        self.compacted, refusal = compact_or_fix(self._network, self.gates.test_gates(), example)
         if refusal is not None:
             warnings.warn(
                 f"The network came back whole, with fixed gates, as it could not be cut: {refusal}", stacklevel=2
@@ -171,8 +183,11 @@ class NetworkBudget:
         if self.target is None:
             return {}
         target = self.target.state_dict()
-        return {"steps": self.target.steps, "target": target, "optimiser": self._optimiser.state_dict()}
+        return {"steps": self.target.steps, "target": target, "optimiser": self.optimiser.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict` at the next :meth:`start`."""
+        """Continue from :meth:`state_dict`, at once if the training has begun, and at the next :meth:`start`."""
         self._saved = state_dict
+        if self.target is not None:
+            self.target.load_state_dict(state_dict["target"])
+            self.optimiser.load_state_dict(state_dict["optimiser"])

@@ -22,10 +22,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 
+from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
+from pyro_l0.infer import SparsityTarget
 from pyro_l0.training.epochs import Stream, some_batches
 from pyro_l0.training.processes import average_buffers, average_gradients, same_everywhere
 
@@ -368,7 +369,7 @@ def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[s
     return {name.rpartition(".")[0] for name, p in copied.named_parameters() if p.grad is not None}
 
 
-_PARTS = ("network", "guide", "target", "optimiser", "gate_optimiser", "schedule")  # those that a phase has
+_PARTS = ("network", "budget", "optimiser", "schedule")  # those that a phase has
 _LEARNING_RATE, _EPS = 1e-3, 1e-15  # of Adam; with so small an eps a loss of another scale takes the same steps
 
 
@@ -414,76 +415,50 @@ class Phase(ABC):
             part.load_state_dict(state[name])
 
 
-class _Model(nn.Module):
-    """A network's loss as a Pyro model."""
-
-    def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
-        super().__init__()
-        self.network, self._loss = network, loss
-
-    def forward(self, batch: object) -> None:
-        """Run the network on a batch."""
-        factor("loss", -self._loss(self.network, batch))
-
-
 class GatedPhase(Phase):
-    """A network with gates, its guide, its target and their optimisers; gates are drawn for each batch.
+    """A network with L0Gates under a budget, and the optimisers; gates are drawn for each batch.
 
-    The guide sees the gates, which have their names, at ``batch``. The weights are trained by Adam at a constant rate
-    if nothing else is given.
+    The weights are trained by Adam at a constant rate if nothing else is given.
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss: BatchLoss,
-        batch: object,
-        make_target: Callable[[AutoGate], SparsityTarget],
-        training: Training,
+        self, network: nn.Module, loss: BatchLoss, budget: NetworkBudget, steps: int, training: Training
     ) -> None:
-        self.network = network
-        model = _Model(network, loss)
-        self.guide = AutoGate(model, init_jitter=0.0)
-        network.eval()  # whose statistics stay as they are
-        with torch.no_grad():
-            self.guide(batch)
-        self.guide.to(loss.device)
-        self._loss = L0_ELBO("l0")(model, self.guide)
-        self.target = make_target(self.guide)
-        self.optimiser = _optimiser(network, training)
-        gate_options: dict[str, Any] = dict(self.target.optimiser_options)
-        self.gate_optimiser = torch.optim.Adam(self.guide.locations(), **gate_options)
+        self.network, self._loss, self.budget = network, loss, budget
+        budget.start(steps, 0, network.parameters())
+        gates = set(budget.gates.parameters())
+        self._weights = [p for p in network.parameters() if p not in gates]
+        self.optimiser = _optimiser(self._weights, training)
         make = training.make_schedule
-        self.schedule = None if make is None else make(self.optimiser, self.target.steps)
+        self.schedule = None if make is None else make(self.optimiser, steps)
+
+    @property
+    def target(self) -> SparsityTarget:
+        """The budget's target, which has begun."""
+        assert self.budget.target is not None
+        return self.budget.target
 
     def loss_of(self, batch: object) -> Tensor:
-        """The loss with a draw of the gates; FloatingPointError if it is not finite."""
-        try:
-            loss: Tensor = self._loss(batch)
-        except ValueError as error:
-            if " at step " not in str(error):
-                raise
-            raise FloatingPointError(
-                f"Expected the training to stay finite; take a smaller learning rate. A checkpoint holds the epoch "
-                f"before. {error}"
-            ) from error
-        return loss
+        """The loss with a draw of the gates."""
+        return self._loss(self.network, batch)
 
     def update(self) -> None:
         """Move weights and gates, and then the target's multiplier."""
-        average_gradients([*self.network.parameters(), *self.guide.parameters()])
-        self.target.add_gradient()
+        average_gradients(self._weights)
         self.optimiser.step()
-        self.gate_optimiser.step()
         if self.schedule is not None:
             self.schedule.step()
-        self.target.ascend()
+        self.budget.step()
 
     def diagnose(self, loader: Iterable[object]) -> Diagnosis:
         """What is wrong with the gates; nothing is changed, random numbers included."""
-        optimisers = [self.optimiser, self.gate_optimiser]
-        batches = ([batch] for batch in loader)
-        return diagnose(self.guide, optimisers, loss=self._loss, batches=batches, target=self.target)
+        return diagnose(
+            self.budget.gates,
+            [self.optimiser, self.budget.optimiser],
+            loss=self.loss_of,
+            batches=([batch] for batch in loader),
+            target=self.target,
+        )
 
 
 class FineTuning(Phase):
@@ -494,7 +469,7 @@ class FineTuning(Phase):
 
     def __init__(self, network: nn.Module, loss: BatchLoss, steps: int, training: Training) -> None:
         self.network, self._loss = network, loss
-        self.optimiser = _optimiser(network, training)
+        self.optimiser = _optimiser(network.parameters(), training)
         self.schedule = (training.make_schedule or _falling_late)(self.optimiser, steps)
 
     def loss_of(self, batch: object) -> Tensor:
@@ -508,8 +483,8 @@ class FineTuning(Phase):
         self.schedule.step()
 
 
-def _optimiser(network: nn.Module, training: Training) -> Optimizer:
-    parameters = [p for p in network.parameters() if p.requires_grad]
+def _optimiser(trained: Iterable[nn.Parameter], training: Training) -> Optimizer:
+    parameters = [p for p in trained if p.requires_grad]
     if not parameters:
         raise ValueError("Expected a network with parameters that are trained, but none requires gradients.")
     if training.make_optimiser is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,8 +17,8 @@ from pyro_l0.expect import expect
 from pyro_l0.nn import Gate, L0Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example, analyse, record
 from pyro_l0.nn.engine.readers import find_readers, find_writers
-from pyro_l0.nn.gate import gate_names, name_gates
-from pyro_l0.nn.insert import hooks_of
+from pyro_l0.nn.gate import GateLayer, gate_names, name_gates
+from pyro_l0.nn.insert import hooks_of, replace_gate
 from pyro_l0.nn.suggest import Suggestions
 
 __all__ = ["GatedNetwork", "gates_at_least", "gates_in_step", "put_gates"]
@@ -29,9 +30,9 @@ def gates_at_least(gated: nn.Module, at_least: Mapping[str, float]) -> dict[str,
     A whole number is one of units, and any other a fraction of those at each site, rounded up.
     """
     sites = {gate: site for site, gate in gate_names(gated).items()}
-    hooked = [(path, hook.gate) for path, hook in hooks_of(gated) if isinstance(hook.gate, Gate)]
+    hooked = [(path, hook.gate) for path, hook in hooks_of(gated) if isinstance(hook.gate, GateLayer)]
     behind = {gate for _, gate in hooked}
-    own = [(path, x) for path, x in gated.named_modules() if isinstance(x, Gate) and x not in behind]
+    own = [(path, x) for path, x in gated.named_modules() if isinstance(x, GateLayer) and x not in behind]
     found: dict[str, int] = {}
     for path, number in at_least.items():
         gates = [gate for at, gate in own + hooked if not path or at == path or at.startswith(f"{path}.")]
@@ -68,7 +69,7 @@ _AS_SMALL = 1.5
 _ROOM = 0.5  # of a budget, which the least network may take
 _NAMED = 8  # of the modules without a gate, in a message
 Sites = list[
-    tuple[tuple[str, ...], Gate | int]
+    tuple[tuple[str, ...], GateLayer | int]
 ]  # the paths behind which a gate acts, and the gate or a number of heads
 
 
@@ -89,7 +90,7 @@ class GatedNetwork:
 def put_gates(
     network: nn.Module,
     example: Example,
-    gates: Mapping[str, Gate] | None,
+    gates: Mapping[str, GateLayer] | None,
     suffices: Callable[[nn.Module, float], bool],
 ) -> GatedNetwork:
     """Put gates where a closed one makes a network smaller, and its units can be taken out.
@@ -101,14 +102,8 @@ def put_gates(
     ``gates``, by module path, go in place of all these. A network that has gates already keeps them.
     """
     expect(Mapping | None, "a dict of gates by module path", gates=gates)
-    own = [site for site, gate in gate_names(network).items() if isinstance(gate, L0Gate)]
-    if own:
-        raise ValueError(
-            f"Expected a network whose gates prune trains, but got the L0Gate {own[0]!r}, which has parameters of its "
-            "own. Train it in a loop with a SparsityTarget and compact it, or write Gate layers."
-        )
     for path, gate in (gates or {}).items():
-        expect(Gate, "a Gate", **{f"gates[{path!r}]": gate})
+        expect(GateLayer, "a Gate or an L0Gate", **{f"gates[{path!r}]": gate})
     if gates is not None and not gates and not gate_names(network):
         raise ValueError(
             "Expected at least one gate by module path, but got none; leave gates out for those suggested."
@@ -173,7 +168,7 @@ def _alone(suggested: Suggestions) -> Sites:
 
 def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple[Sites, Sites]:
     """The sites whose units some layer computes, and those of the network's inputs."""
-    gated = _with_gates(network, [one for one in sites if isinstance(one[1], Gate)])
+    gated = _with_gates(network, [one for one in sites if not isinstance(one[1], int)])
     names: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
     written = NetworkCost(gated, example).filter_sizes if names else {}
     given = {path for path, hook in hooks_of(gated) if not written[names[hook.gate]]}
@@ -204,12 +199,16 @@ def _least(gated: nn.Module, example: Example) -> float:
 
 
 def _with_gates(network: nn.Module, sites: Sites) -> nn.Module:
-    """A copy with gates of its own; one that acts behind several modules is one gate."""
-    gates: dict[str, Gate] = {}
+    """A copy with L0Gates of its own; one that acts behind several modules is one gate."""
+    gates: dict[str, GateLayer] = {}
     heads = {paths[0]: number for paths, number in sites if isinstance(number, int)}
     for paths, gate in sites:
-        if isinstance(gate, Gate):
-            gates.update(dict.fromkeys(paths, Gate(gate.size, gate.dim, gate.prior)))
+        if not isinstance(gate, int):
+            gates.update(dict.fromkeys(paths, copy.deepcopy(gate)))
     gated = insert_gates(gate_heads(network, heads), gates)
-    name_gates(gated)
-    return gated
+    for gate in name_gates(gated).values():
+        if isinstance(gate, Gate):
+            new = L0Gate(gate.size, dim=gate.dim, init_jitter=0.0, sync_draws=False)
+            new.site_name = gate.site_name
+            replace_gate(gated, gate, new, gate.size)
+    return gated.to(next((p.device for p in network.parameters()), "cpu"))

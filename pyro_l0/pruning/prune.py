@@ -8,23 +8,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import pyro
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from pyro_l0.callbacks.budget import Budgets
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.target.budget import Cost, read_budgets
-from pyro_l0.nn import Gate, NetworkCost, fix_gates
+from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.calls import record_example, refuse_computed
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.pruning.latency import Latency, measure_latency
 from pyro_l0.pruning.phases import BatchLoss, LossFunction, Training, trained_modules
 from pyro_l0.pruning.places import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.result import Note, Pruned, PruningReport, largest_unit, notes_on, notes_on_latency
-from pyro_l0.pruning.run import Budgets, Cut, Run
+from pyro_l0.pruning.run import Cut, Run
 from pyro_l0.training.epochs import Checkpoint, saved_entry, some_batches
 from pyro_l0.training.epochs import epochs as train_epochs
 from pyro_l0.training.processes import rank, share
@@ -43,7 +43,7 @@ def prune(
     cost: Counted | Cost | Mapping[str, Cost] = "macs",
     epochs: int,
     pretrained: bool = True,
-    gates: Mapping[str, Gate] | None = None,
+    gates: Mapping[str, GateLayer] | None = None,
     at_least: Mapping[str, float] | None = None,
     multiple_of: int | None = None,
     training: Training | None = None,
@@ -56,8 +56,8 @@ def prune(
     smaller network is fine-tuned. Nothing needs tuning. Give at least some hundreds of steps; more epochs are better.
 
     Args:
-        network: any module that runs in eager torch; it is not changed. If it has :class:`~pyro_l0.nn.Gate` layers,
-            these are used.
+        network: any module that runs in eager torch; it is not changed. If it has :class:`~pyro_l0.nn.Gate` or
+            :class:`~pyro_l0.nn.L0Gate` layers, their places are used, and the families of the latter.
         loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``.
         loader: gives batches, such as a ``DataLoader`` or a list of them. A tuple or list is inputs and, last, targets;
             any other batch is all input, and also its own targets. Inputs are a tensor, several, or a dict of keywords.
@@ -155,7 +155,7 @@ def prune(
     )
 
     # Run the training with gates and, at each budget, without.
-    with Checkpoint.held(training.checkpoint, training.resume), pyro.get_param_store().scope():
+    with Checkpoint.held(training.checkpoint, training.resume):
         run.start(dense, batch)
         file = None
         if training.checkpoint is not None:

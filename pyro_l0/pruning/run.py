@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.callbacks.budget import Budgets, NetworkBudget
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.infer import AutoGate, SparsityTarget
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.infer.target.sparsity_target import TargetReport
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning.latency import Latency
 from pyro_l0.pruning.phases import (
     BatchLoss,
@@ -38,11 +39,10 @@ from pyro_l0.pruning.result import FEW_STEPS, looks_untrained
 from pyro_l0.training.epochs import Stream, check_finite, checksum, some_batches
 from pyro_l0.training.processes import average_buffers
 
-__all__ = ["Budgets", "Cut", "Run", "fingerprint"]
+__all__ = ["Cut", "Run", "fingerprint"]
 
 # Notes tell of undecided gates, and a branch may close.
 _TOLD_OTHERWISE = ("undecided-gates", "site-collapsed")
-Budgets = float | Sequence[float] | Mapping[str, float]
 
 
 @dataclass
@@ -87,27 +87,25 @@ class Run:
     dense_error: float | None = None  # of the network as it was given
 
     def start(self, dense: nn.Module, batch: object) -> None:
-        """Make the phase with gates, which the guide sees at a batch, and look at the network as it was given."""
+        """Make the phase with gates, and look at the network as it was given, with a batch."""
         if self.training.distil is not None:
             self.loss.teach(Distillation(dense.eval(), *self.training.distil), batch)
-        try:
-            self.phase = GatedPhase(self.placed.network, self.loss, batch, self._make_target, self.training)
-        except BudgetTooSmallError as error:
-            raise ValueError(f"{error}{self.placed.reasons}") from error
-        self.looks_untrained = self.pretrained and looks_untrained(dense, self.loss, batch)
-        self.dense_error = self.error(dense)
-
-    def _make_target(self, guide: AutoGate) -> SparsityTarget:
-        return SparsityTarget(
-            guide,
+        budget = NetworkBudget(
+            self.placed.network,
+            self.example,
             self.budget,
             self.costs if isinstance(self.budget, Mapping) else self.costs["cost"],
-            steps=self.gated_steps,
             pretrained=self.pretrained,
             at_least=self.least,
             multiple_of=self.in_step,
             on_budget=self.on_budget,
         )
+        try:
+            self.phase = GatedPhase(self.placed.network, self.loss, budget, self.gated_steps, self.training)
+        except BudgetTooSmallError as error:
+            raise ValueError(f"{error}{self.placed.reasons}") from error
+        self.looks_untrained = self.pretrained and looks_untrained(dense, self.loss, batch)
+        self.dense_error = self.error(dense)
 
     @property
     def budgets(self) -> int:
@@ -276,7 +274,7 @@ def _sites_left(gated: nn.Module, compacted: nn.Module) -> set[str]:
     sites = {
         path: module.site_name or path
         for path, module in gated.named_modules(remove_duplicate=False)
-        if isinstance(module, Gate)
+        if isinstance(module, GateLayer)
     }
     left = [path for path, module in compacted.named_modules() if isinstance(module, FixedGate)]
     return {site for path, site in sites.items() if any(x == path or x.startswith(f"{path}.") for x in left)}

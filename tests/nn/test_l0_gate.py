@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import kl_divergence
 from torch.utils.checkpoint import checkpoint
 
-from pyro_l0 import BernoulliGate, ExponentialGate, HardConcrete, PowerLawGate, RectifiedNormal, fast, prune
+from pyro_l0 import BernoulliGate, ExponentialGate, HardConcrete, PowerLawGate, RectifiedNormal, fast
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
@@ -276,11 +276,6 @@ def test_gates_behind_modules_of_a_given_network():
 
 
 # ------------------------------------------------------------ refusals
-
-
-def test_prune_refuses_gates_that_train_themselves():
-    with pytest.raises(ValueError, match="Expected a network whose gates prune trains, but got the L0Gate '2'"):
-        prune(network(), F.cross_entropy, [(X, Y)], X, epochs=20)
 
 
 def test_a_gate_whose_values_are_taken_has_no_cost():

@@ -2,16 +2,18 @@
 
 import warnings
 from collections import UserDict
+from functools import partial
 
-import pyro
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
-from pyro_l0.nn import Gate
+from pyro_l0.nn import Gate, L0Gate
+from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import BatchLoss, FineTuning
 from tests.pruning.networks import Mlp, ResidualCnn, digits, prune_with, same
@@ -157,17 +159,45 @@ def test_a_cost_of_one_s_own():
     assert counted_macs(both.network) <= 0.4 * counted_macs(Mlp())
 
 
-def test_a_network_that_has_gates():
+@pytest.mark.parametrize("gate", [Gate, L0Gate, partial(L0Gate, family="exponential")])
+def test_a_network_that_has_gates(gate):
     """They are the ones that are used, and the error of the network as given is that with all of them open."""
-    network = nn.Sequential(nn.Flatten(), Gate(64), nn.Linear(64, 16), nn.ReLU(), Gate(16), nn.Linear(16, 10))
+    network = nn.Sequential(nn.Flatten(), gate(64), nn.Linear(64, 16), nn.ReLU(), gate(16), nn.Linear(16, 10))
     with torch.no_grad():
-        plain = nn.Sequential(*(layer for layer in network if not isinstance(layer, Gate)))
+        plain = nn.Sequential(*(layer for layer in network if not isinstance(layer, GateLayer)))
         expected = float(F.cross_entropy(plain(X), Y))
     result = pruned(network, evaluate=lambda net: float(F.cross_entropy(net(X), Y)))
     assert result.report.dense == pytest.approx(expected, rel=1e-5)
     assert set(result.report.target.open) == {"1", "4"}
     assert result.network(X[:3]).shape == (3, 10)
     assert counted_macs(result.network) <= 0.4 * counted_macs(plain)
+    assert not network._forward_hooks
+
+
+class Block(Mlp):
+    """Computes its hidden layers again for the gradient, if asked to."""
+
+    def __init__(self, is_checkpointed):
+        super().__init__(dropout=0.1)
+        self.relu, self.is_checkpointed = nn.ReLU(), is_checkpointed
+
+    def forward(self, images):
+        x = images.flatten(1)
+        return self.last(checkpoint(self.hidden, x, use_reentrant=False) if self.is_checkpointed else self.hidden(x))
+
+    def hidden(self, x):
+        return self.second(self.dropout(self.relu(self.first(x))))
+
+
+def test_a_network_with_checkpointed_blocks():
+    """It has the draws and the gradients of one that keeps its activations."""
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        results.append(pruned(Block(is_checkpointed)))
+    assert results[0].plan == results[1].plan
+    one, other = (result.network.state_dict() for result in results)
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_frozen_parameters_stay_as_they_are():
@@ -248,19 +278,6 @@ def test_several_draws_of_the_same_seed_and_a_loss_of_another_scale():
     first, again, larger = run(1.0), run(1.0), run(1024.0)
     assert same(first.network, again.network)
     assert first.plan == again.plan == larger.plan
-
-
-def test_the_parameter_store_is_left_alone():
-    """Even where the run ends early."""
-    mine = pyro.param("first.weight", torch.ones(2))
-
-    def stop(entry):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pruned(callbacks=[stop])
-    assert list(pyro.get_param_store().keys()) == ["first.weight"]
-    assert pyro.param("first.weight") is mine
 
 
 def test_progress_and_history(capsys):
