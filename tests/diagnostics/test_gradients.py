@@ -61,21 +61,6 @@ def two_gates(family):
     return model, guide, x
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal, ExponentialGate, BernoulliGate])
-def test_no_bias_where_there_is_none(family):
-    """Means of draws against the exact gradient, within four standard errors, price and KL included."""
-    model, guide, x = two_gates(family)
-    pyro.set_rng_seed(93)
-    elbo = L0_ELBO("free_energy", lam=0.4, estimator="arm" if family is BernoulliGate else None)
-    report = measure_gradient(elbo, model, guide, x, name="it", draws=1500, exact=True)
-    assert report.name == "it"
-    assert report.mean.shape == report.variance.shape == report.slope.shape == (2,)
-    assert (report.bias.abs() < 4 * report.standard_error).all()
-    assert report.seconds > 0
-    torch.testing.assert_close(report.variance_seconds, report.variance / report.slope**2 * report.seconds)
-
-
 def test_bias_is_seen():
     """Straight-through draws of a model that is not linear in its gates."""
     model, guide, x = two_gates(BernoulliGate)

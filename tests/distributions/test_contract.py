@@ -222,28 +222,6 @@ def test_pickle_and_deepcopy(gate):
                 assert torch.equal(getattr(twin, name), getattr(gate, name)), name
 
 
-def test_mask_switches_log_prob_off(gate):
-    """A masked gate charges nothing where the mask is False."""
-    mask = torch.tensor([True, False])
-    value = torch.tensor([0.0, 0.0], dtype=torch.float64)
-    masked = gate.expand((2,)).mask(mask)
-    expected = gate.log_prob(value) * mask
-    torch.testing.assert_close(masked.log_prob(value), expected)
-    assert (gate.expand((2,)).mask(False).log_prob(value) == 0).all()
-
-
-def test_to_event_sums(gate):
-    """Independent gates add their log_prob and entropy and keep the mean."""
-    batch = gate.expand((2, 3))
-    value = batch.sample()
-    joint = batch.to_event(1)
-    assert joint.batch_shape == (2,)
-    assert joint.event_shape == (3,)
-    torch.testing.assert_close(joint.log_prob(value), batch.log_prob(value).sum(-1))
-    torch.testing.assert_close(joint.entropy(), batch.entropy().sum(-1))
-    torch.testing.assert_close(joint.mean, batch.mean)
-
-
 def test_pyro_sample_in_a_plate(family):
     """A gate is a Pyro distribution: a site in a plate gets the plate's shape."""
 

@@ -41,12 +41,11 @@ def test_sweep(tmp_path):
 
 @pytest.mark.slow
 def test_laboratory(tmp_path, monkeypatch):
-    """Every table and figure; unbiased candidates are within five errors of the exact gradient."""
+    """Every table; unbiased candidates are within five errors of the exact gradient."""
     monkeypatch.setattr(gradient_lab, "CANDIDATES", [gradient_lab.CANDIDATES[k] for k in (0, 9, 11)])
     reports = gradient_lab.main(gradient_lab.Options(draws=60, batch=50, out=tmp_path))
     assert torch.get_default_dtype() == torch.float32
     for report in reports["linear2, two gates on pixels"]:
         assert (report.bias.abs() < 5 * report.standard_error).all(), report.name
     assert len(reports) == 3
-    for name in ("noise.png", "linear2.png", "linear10.png", "mlp10.png", "gradient_lab.md"):
-        assert (tmp_path / name).stat().st_size > 500
+    assert (tmp_path / "gradient_lab.md").stat().st_size > 500

@@ -72,23 +72,6 @@ def test_against_a_sum_over_all_groups():
     assert (model.noise_scale_, model.slab_scale_, model.rate_, model.intercept_) == (noise, slab, rate, 0.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_sampled_and_enumerated(kind):
-    """Everything is learned; probabilities to .02, means to a tenth of a deviation."""
-    of, x, eta, rng = grouped(5, 70, seed=2, strength=0.4)
-    y = observed(kind, eta, rng)
-    scale = {} if kind is SpikeSlabRegressor else {"slab_scale": 0.5}
-    exact, sampled = (
-        kind(method=method, groups=of, random_state=0, **scale).fit(x, y) for method in ("enumerate", "tempered")
-    )
-    assert 0.05 < np.median(exact.pip_) < 0.95
-    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.02)
-    np.testing.assert_allclose(sampled.coef_, exact.coef_, atol=0.1 * exact.coef_sd_.max())
-    np.testing.assert_allclose(sampled.coef_sd_, exact.coef_sd_, rtol=0.15)
-    assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.1)
-
-
 def test_groups_of_one_are_features():
     """To the bit."""
     _, x, eta, rng = grouped()

@@ -1,6 +1,6 @@
 """How biased and how noisy is each gate's gradient? Every family and every estimator on real data.
 
-Three tables on scikit-learn's digits, each with a figure:
+Three tables on scikit-learn's digits:
 
 1. ``noise``: the noise of a draw's derivative by itself (:func:`pyro_l0.diagnostics.gradients.pathwise_noise`), for
    families of equal sharpness. The paper on mixtures states that they have less than the concrete; here is where they
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -45,8 +44,6 @@ from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, path
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.plots import figure_axes, plot_curves, save_figure
-from pyro_l0.plots.pictures import COLOURS, as_array
 
 __all__ = ["Options", "main"]
 
@@ -59,7 +56,7 @@ class Options:
         draws: gradients per estimator.
         batch: examples in the batch, the same for every draw.
         seed: seed of everything random.
-        out: folder for the tables and figures.
+        out: folder for the tables.
     """
 
     draws: int = 1000
@@ -125,7 +122,7 @@ class Gated(nn.Module):
 
 
 def main(options: Options) -> dict[str, list[GradientReport]]:
-    """Write the tables and the figures; returns the reports by model.
+    """Write the tables; returns the reports by model.
 
     Raises:
         ValueError: an option is outside its range, or another run uses ``out``.
@@ -140,12 +137,11 @@ def main(options: Options) -> dict[str, list[GradientReport]]:
 
 
 def _measure_all(options: Options) -> dict[str, list[GradientReport]]:
-    text = ["### Noise of one derivative\n", _noise_table(options.out / "noise.png")]
+    text = ["### Noise of one derivative\n", _noise_table()]
     reports: dict[str, list[GradientReport]] = {}
     for name, model, x, y in _models(options):
         reports[name] = [_measure(candidate, model, x, y, options) for candidate in CANDIDATES]
         text += [f"\n### {name}\n", _table(reports[name])]
-        save_figure(_plot_gradients(reports[name]), options.out / f"{name.split(',')[0]}.png")
     (options.out / "gradient_lab.md").write_text("\n".join(text) + "\n")
     print("\n".join(text))
     return reports
@@ -212,7 +208,7 @@ def _table(reports: list[GradientReport]) -> str:
     return "\n".join(lines)
 
 
-def _noise_table(path: Path) -> str:
+def _noise_table() -> str:
     """The noise of a derivative at mean 1/2 and 0.9 over P(0 < z < 1), which bounds it from below by its inverse."""
     sharpness: dict[str, tuple[Callable[[Tensor, float], Any], list[float]]] = {
         "HardConcrete": (lambda x, s: HardConcrete(x, s), [2.0, 1.0, 2 / 3, 1 / 3, 0.1, 0.0485]),
@@ -225,29 +221,16 @@ def _noise_table(path: Path) -> str:
         "| gate | sharpness | P(0 < z < 1) at mean 1/2 | noise at mean 1/2 | noise at mean 0.9 |",
         "|---|---|---|---|---|",
     ]
-    curves: dict[float, dict[str, list[tuple[float, float]]]] = {0.5: {}, 0.9: {}}
     for name, (make, values) in sharpness.items():
         for value in values:
             cells = []
-            for mean, points in curves.items():
+            for mean in (0.5, 0.9):
                 location = _location_of_mean(make, value, mean)
-                if location is None:
-                    cells.append("not reached")
-                    continue
-                gate = make(location, value)
-                inside, noise = float(gate.log_interior_prob.exp()), float(pathwise_noise(gate))
-                points.setdefault(name, []).append((inside, noise))
-                cells.append(f"{noise:.3g}")
-            interior = curves[0.5][name][-1][0]
-            lines.append(f"| {name} | {value:.3g} | {interior:.3f} | {' | '.join(cells)} |")
-    interiors = torch.linspace(0.03, 1, 50)
-    bound = {"bound": torch.stack([interiors, 1 / interiors])}
-    axes = figure_axes(1, 2, figsize=(10, 4), sharey=True)
-    labels = {"xlabel": "P(0 < z < 1)", "ylabel": "E[(dz/dx)²] / (dE[z]/dx)²"}
-    for axis, (mean, found) in zip(axes, curves.items(), strict=True):
-        shown = {name: torch.tensor(sorted(points)).T for name, points in found.items()} | bound
-        plot_curves(shown, title=f"E[z] = {mean}", xscale="log", yscale="log", axes=axis, **labels)
-    save_figure(axes, path)
+                gate = None if location is None else make(location, value)
+                if mean == 0.5:
+                    cells.append(f"{float(gate.log_interior_prob.exp()):.3f}")
+                cells.append("not reached" if gate is None else f"{float(pathwise_noise(gate)):.3g}")
+            lines.append(f"| {name} | {value:.3g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -260,26 +243,6 @@ def _location_of_mean(make: Callable[[Tensor, float], Any], value: float, mean: 
         middle = 0.5 * (low + high)
         low, high = (middle, high) if make(middle, value).mean < mean else (low, middle)
     return middle
-
-
-def _plot_gradients(reports: list[GradientReport]) -> Figure:
-    """Draw scaled variance, variance times seconds and, if known, bias in standard errors, by estimator."""
-    axes = figure_axes(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), sharey=True)
-    places = range(len(reports))
-    noise = [report.scaled_variance for report in reports], [report.variance_seconds for report in reports]
-    labels = "variance of the gradient for E[z]", "variance × seconds a draw"
-    for axis, values, label in zip(axes, noise, labels, strict=False):
-        axis.boxplot([as_array(x).tolist() for x in values], orientation="horizontal", positions=[*places], widths=0.6)
-        axis.set(xscale="log", xlabel=label)
-        axis.grid(alpha=0.3)
-    axes[0].set_yticks(list(places), [report.name for report in reports])
-    for place, report in zip(places, reports, strict=True):
-        if report.exact is not None:
-            deviations = (report.bias / report.standard_error.clamp(min=1e-300)).tolist()
-            axes[2].plot(deviations, [place] * len(deviations), "o", color=COLOURS[0], alpha=0.5)
-    axes[2].axvspan(-4, 4, alpha=0.15, color=COLOURS[3])
-    axes[2].set(xlabel="bias, standard errors", xscale="symlog")
-    return axes[0].figure
 
 
 if __name__ == "__main__":

@@ -127,19 +127,6 @@ def test_straight_through_is_biased():
     assert deviations[GATES:].max() < STANDARD_ERRORS
 
 
-@pytest.mark.slow
-def test_variances():
-    """What each estimator is for: less variance than the plain score function, at one loss or two per step."""
-    torch.manual_seed(84)
-    variance = {}
-    for name, particles in (("score_function", 1), ("leave_one_out", 2), ("arm", 1), ("rebar", 1)):
-        _, rows = draws(name, 400, particles)
-        variance[name] = rows[:, :GATES].var(0).sum().item()
-    assert variance["arm"] < variance["score_function"]
-    assert variance["leave_one_out"] < variance["score_function"]
-    assert variance["rebar"] < 0.5 * variance["score_function"]
-
-
 def test_pathwise_gates_beside_them():
     """A hard concrete keeps its pathwise gradient next to a Bernoulli gate."""
 

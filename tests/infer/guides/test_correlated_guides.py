@@ -11,13 +11,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
-from tests.infer.regressions import correlated_guide, enumerated, leave_one_out, regression, shaken, train
+from tests.infer.regressions import correlated_guide, leave_one_out, regression, shaken, train
 from tests.reference_posteriors import GaussianPosterior
 from tests.spike_slab_designs import Design
 
@@ -102,18 +102,6 @@ def test_the_trace_has_the_joint_density():
     torch.testing.assert_close(trace.log_prob_sum(), density, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.slow
-def test_predictive_draws_jointly():
-    """One by one and in a plate; of two features that stand for each other seldom both are open."""
-    guide = correlated(known)
-    fit(known, guide, steps=150, seed=1)
-    for parallel in (False, True):
-        draws = Predictive(known, guide=guide, num_samples=300, parallel=parallel)(None)
-        assert draws["y"].shape[0] == 300
-        z = draws["z"].reshape(300, P)
-        assert float((z[:, 0] * z[:, 1]).mean()) < 0.15 < float(z[:, :2].mean(0).min())
-
-
 def test_in_a_list_of_guides():
     """Another guide of the other latents; trained by either loss, from the first call."""
 
@@ -183,47 +171,6 @@ def test_fit_and_check_on_near_duplicates(exact):
     assert not check.ok
     assert "the guide misses a part of the posterior" in check.advice
     torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.06)
-
-
-@pytest.mark.slow
-def test_gates_of_groups():
-    """A gate for each row of a (G, K) slab, both as an event and in plates, against the enumeration by groups."""
-    groups = torch.arange(4).repeat_interleave(2)
-    x = torch.randn(N, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    y = 0.45 * x[:, 0] + 0.3 * x[:, 1] + 0.45 * x[:, 5]
-    y = y + torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    wanted, _ = enumerated(x, y, groups, RATE, 1.0)
-    assert float(wanted.min()) < 0.2 < float(wanted.max())
-
-    def score(beta):
-        with pyro.plate("data", N):
-            pyro.sample("y", dist.Normal(beta.reshape(8) @ x.mT, ONE), obs=y)
-
-    def of_events():
-        with pyro.plate("groups", 4):
-            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
-            w = pyro.sample("w", dist.Normal(ZERO, ONE).expand([2]).to_event(1))
-        score(z.unsqueeze(-1) * w)
-
-    def in_plates():
-        with pyro.plate("groups", 4, dim=-2):
-            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)).expand([4, 1]))
-            with pyro.plate("members", 2, dim=-1):
-                w = pyro.sample("w", dist.Normal(ZERO, ONE))
-        score(z * w)
-
-    for model in (of_events, in_plates):
-        guide = correlated(model)
-        fit(model, guide, steps=150, seed=1)
-        probs = guide.active_probs()["z"].reshape(-1)
-        torch.testing.assert_close(probs, wanted, rtol=0, atol=0.05)
-        assert check_fit(model, guide).ok
-        summary = guide.summary(2000)["w"]
-        torch.testing.assert_close(summary.active_probs, probs.unsqueeze(-1).expand(4, 2), rtol=0, atol=0.02)
-        draws = guide.draws(50)
-        closed = draws["z"].reshape(50, 4, 1) == 0
-        assert bool((guide.coefficients(50)["w"] == 0).any())
-        assert bool((draws["w"][closed.expand(50, 4, 2)] != 0).all())  # these have their prior
 
 
 @pytest.mark.slow

@@ -80,17 +80,6 @@ def test_local_gates_in_a_subsampled_plate():
     assert (guide.posterior()["z"].log_alpha != before).sum() == 3
 
 
-def test_learned_prior_temperature_takes_the_quadrature():
-    """A prior with parameters of its own has their gradient too."""
-    temperature = torch.tensor(0.5, requires_grad=True)
-
-    def model():
-        pyro.sample("z", HardConcrete(torch.zeros(3), temperature).to_event(1))
-
-    L0_ELBO().differentiable_loss(model, started(model)).backward()
-    assert temperature.grad.abs() > 0
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -186,18 +175,6 @@ def test_parameters_of_rows_of_a_subsampled_plate():
 
     with pytest.raises(ValueError, match=r"broadcast to the shape \(10,\) of gate site 'z', but got \(4,\)"):
         AutoGate(model)()
-
-
-def test_names_that_modules_use_themselves():
-    """Sites may be called as they like."""
-    names = ["values", "training", "a.b", "a/b"]
-
-    def model():
-        for i, name in enumerate(names):
-            pyro.sample(name, HardConcrete(torch.zeros(i + 1)).to_event(1))
-
-    sizes = {name: len(gate.log_alpha) for name, gate in started(model).posterior().items()}
-    assert sizes == dict(zip(names, range(1, 5), strict=True))
 
 
 def test_reparameterised_gates_keep_their_mask():

@@ -7,7 +7,7 @@ import torch
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.diagnostics import to_arviz
-from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit, sample_posterior
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
 from tests.infer.regressions import correlated_guide, enumerated
 
 GROUP = torch.tensor([0, 1, 1, 1, 2, 2, 3, 4, 4, 4, 4, 5, 5, 5])
@@ -88,27 +88,6 @@ def test_the_loss_counts_each_weight_by_its_gate():
     ratio = (scales / WIDTH) ** 2
     expected = (probs[GROUP] * 0.5 * (ratio - 1 - ratio.log())).sum()
     torch.testing.assert_close(terms["kl_slab"], expected)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*These draws are not the posterior:UserWarning")  # so few of them
-def test_samples_of_the_posterior():
-    """NUTS with the gates summed out; of gates with one weight and with two none change places."""
-    group = torch.tensor([0, 1, 1])
-
-    def small():
-        z = pyro.sample("z", BernoulliGate(probs=RATE * torch.ones(2).double()).to_event(1))
-        w = pyro.sample("w", dist.Normal(torch.zeros(3).double(), WIDTH).to_event(1))
-        with pyro.plate("data", N):
-            pyro.sample("y", dist.Normal(X[:, :3] @ (z[..., group] * w), 1.0), obs=Y)
-
-    samples = sample_posterior(small, slab={"w": ("z", group)}, num_samples=100, warmup_steps=100, seed=0)
-    draws = samples.draws()
-    assert torch.equal(draws["z * w"], draws["z"][:, group] * draws["w"])
-    assert not samples.moved["z"].any()
-    guide = correlated_guide(small, {"w": ("z", group)})
-    fit(small, guide, steps=200, seed=0)
-    torch.testing.assert_close(samples.active_probs()["z"], guide.active_probs()["z"], rtol=0, atol=0.06)
 
 
 # ------------------------------------------------------------ refused

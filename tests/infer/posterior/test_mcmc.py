@@ -102,20 +102,6 @@ def test_one_seed_one_sample():
         assert not torch.equal(runs[0]["w"], runs[2]["w"])
 
 
-@pytest.mark.slow
-def test_chains_in_different_modes_warn():
-    """Sharp gates of two features that are the same: a chain stays with one of the two."""
-    x, y = twins(1.5)
-    short = functools.partial(NUTS, max_tree_depth=3)
-    with pytest.warns(UserWarning, match=rf"(?s)(z\[0\]|z\[1\]).*{DISTRUST}"):
-        result = sample_posterior(
-            of_features, x, y, sharp, slab={"w": "z"}, kernel=short, num_samples=25, warmup_steps=25, seed=2
-        )
-    assert not result.ok
-    assert set(result.samples) == {"z", "z_base", "w", "z * w"}
-    assert (result.samples["z"] == 0).any()
-
-
 def test_chains_that_all_stay_in_one_mode_are_found_out():
     """They agree with one another; the other feature's turn shows by an exchange, also one of opposite sign."""
     x, y = twins(1.5)
