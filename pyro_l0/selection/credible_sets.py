@@ -94,12 +94,11 @@ def credible_sets(
         if not 0 <= value <= 1:
             raise ValueError(f"Expected {name} to be between 0 and 1, but got {value!r}.")
     gate_of = np.arange(x.shape[1]) if gate_of is None else gate_of
-    if len(names) not in (0, len(active_probs)):
-        raise ValueError(f"Expected a name for each of {len(active_probs)} gates, but got {len(names)}.")
-    if not gates.shape[1:] == active_probs.shape == (gate_of.max() + 1,) or gate_of.shape != x.shape[1:]:
+    fits = gates.shape[1:] == active_probs.shape == (gate_of.max() + 1,) and gate_of.shape == x.shape[1:]
+    if not fits or len(names) not in (0, len(active_probs)):
         raise ValueError(
-            f"Expected as many gates as inclusion probabilities and features, but got {gates.shape[1:]}, "
-            f"{active_probs.shape} and {x.shape[1:]}."
+            f"Expected as many gates as inclusion probabilities and features, and names of all or none, but got "
+            f"{gates.shape[1:]}, {active_probs.shape}, {x.shape[1:]} and {len(names)}."
         )
     grower = _Grower(gates, x, gate_of, weights, level, min_correlation)
     free = np.ones(len(active_probs), dtype=bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import csr_array, issparse
+from scipy.sparse import csr_array
 
 from pyro_l0.expect import expect
 from pyro_l0.selection.problem import Draws, Family, Prior, Problem, SelectionPosterior
@@ -74,13 +74,8 @@ def tabular(x: ArrayLike) -> ArrayLike:
 
 
 def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
-    """The levels that occur in each categorical column of a data frame, by position; refuses sparse features."""
+    """The levels that occur in each categorical column of a data frame, by position."""
     frame: Any = x
-    if issparse(x):
-        raise TypeError(
-            f"Expected a dense X, but got a sparse one: centring fills the zeros in, and {frame.shape} numbers take "
-            f"{8e-6 * frame.shape[0] * frame.shape[1]:.0f} MB in any case. Pass X.toarray()."
-        )
     if not hasattr(x, "iloc"):
         return {}
     return {
@@ -131,7 +126,13 @@ def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
 
 # Units of the slabs of logits and of log means, for features of unit deviation.
 _SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0}
-_FAMILIES = ("gaussian", "bernoulli", "categorical", "poisson")
+# Whether observations are what a family takes, and what that is.
+_TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]] = {
+    "gaussian": (np.isfinite, "finite numbers"),
+    "bernoulli": (lambda y: (y == 0) | (y == 1), "0 and 1"),
+    "categorical": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
+    "poisson": (lambda y: y >= 0, "numbers that are not negative"),
+}
 # Sizes whose squares, and products of some of these, are finite in float64 and not zero.
 _LEAST, _MOST = 1e-60, 1e60
 # Of the deviation of y: less noise is hidden by the rounding of sums of squares, and the determinant of wider slabs
@@ -233,19 +234,20 @@ def make_design(
         names: of the features, for messages.
 
     Raises:
+        TypeError: a flag, rate or scale has the wrong type.
         ValueError: an argument is out of range, or data do not fit one another or the family.
 
     Warns:
         UserWarning: features are constant.
     """
-    for name, flag in (("standardize", standardize), ("fit_intercept", fit_intercept)):
-        if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"Expected {name} to be True or False, but got {flag!r}.")
+    expect(bool | np.bool_, "True or False", standardize=standardize, fit_intercept=fit_intercept)
+    expect(Real | tuple | None, "a number or a pair of numbers", rate=rate)
+    expect(Real | None, "a number", expected_size=expected_size, slab_scale=slab_scale, noise_scale=noise_scale)
     features, observations = _checked(x, y, family)
     gaussian = family == "gaussian"
     number = float(len(features)) if weight is None else float(weight.sum())
-    if gaussian and fit_intercept and len(features) < 2:
-        raise ValueError("Expected at least 2 samples to learn from beside an intercept, but got n_samples = 1.")
+    if noise_scale is not None and not gaussian:
+        raise ValueError(f"Expected no noise_scale for the family {family!r}, but got {noise_scale}; leave it out.")
     if gaussian and fit_intercept and noise_scale is None and number <= 1:
         raise ValueError(
             f"Expected weights that sum to more than 1, as an intercept takes one observation, but got {number:.3g}. "
@@ -271,8 +273,8 @@ def make_design(
     gates, place = np.unique(gate_of[kept], return_inverse=True)
     prior = Prior(
         _rate(rate, expected_size, len(gates)),
-        _scale("slab_scale", slab_scale),
-        _scale("noise_scale", noise_scale, exists=gaussian),
+        slab_scale,
+        noise_scale,
         slab_unit=unit,
         noise_unit=size,
     )
@@ -311,67 +313,34 @@ def default_rate(features: int) -> tuple[float, float]:
 
 def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Features and observations in float64, if they are what the family takes."""
-    if family not in _FAMILIES:
-        raise ValueError(f"Expected a family of {_FAMILIES}, but got {family!r}.")
-    for name, given in (("X", x), ("y", y)):
-        if np.iscomplexobj(given):
-            raise ValueError(f"Expected {name} to be real, but it is complex; take real and imaginary parts apart.")
     features, observations = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if features.ndim != 2 or not features.size or observations.shape != features.shape[:1]:
         raise ValueError(
             "Expected X of shape (n, p) and y of shape (n,), neither of them empty, but got "
             f"{features.shape} and {observations.shape}."
         )
-    for name, values in (("X", features), ("y", observations)):
-        if not np.isfinite(values).all():
-            raise ValueError(f"Expected {name} to be finite, but it holds NaN or infinity; impute or drop rows.")
-    if family == "poisson" and (observations < 0).any():
-        raise ValueError(
-            f"Expected y of the family 'poisson' not to be negative, but its least is {observations.min():g}."
-        )
-    if family in ("bernoulli", "categorical") and ((observations < 0) | (observations != np.floor(observations))).any():
-        raise ValueError(
-            f"Expected y of the family {family!r} to hold whole numbers from 0, but got {observations[:5]}."
-        )
-    if family == "bernoulli" and observations.max() > 1:
-        raise ValueError(f"Expected y of the family 'bernoulli' to hold 0 and 1, but got {observations.max()}.")
-    if family == "categorical" and observations.max() < 1:
-        raise ValueError("Expected y of the family 'categorical' to hold at least 2 classes, but all of it is 0.")
+    if not np.isfinite(features).all():
+        raise ValueError("Expected X to be finite, but it holds NaN or infinity; impute or drop rows.")
+    takes, expected = _TAKES[family]
+    wrong = observations[~(takes(observations) & np.isfinite(observations))]
+    if len(wrong):
+        raise ValueError(f"Expected y of the family {family!r} to hold {expected}, but got {wrong[0]:g}.")
     return features, observations
 
 
 def _rate(rate: float | tuple[float, float] | None, expected_size: float | None, p: int) -> float | tuple[float, float]:
     """The rate, or the parameters of its prior."""
-    expect(Real | tuple | None, "a number or a pair of numbers", rate=rate)
-    expect(Real | None, "a number", expected_size=expected_size)
     if rate is not None and expected_size is not None:
         raise ValueError(f"Expected a rate or an expected_size, but got both: {rate} and {expected_size}.")
-    if isinstance(rate, tuple):
-        if len(rate) != 2 or not all(0 < value < math.inf for value in rate):
-            raise ValueError(f"Expected the two positive parameters of a Beta prior as rate, but got {rate}.")
-        return rate
-    if rate is not None:
-        if not 0 < rate < 1:
-            raise ValueError(f"Expected rate to lie between 0 and 1, but got {rate}.")
-        return float(rate)
-    if expected_size is None:
-        return default_rate(max(p, 1))
-    if not 0 < expected_size < p:
+    if expected_size is not None:
+        rate = expected_size / max(p, 1)
+    if isinstance(rate, Real) and not 0 < rate < 1:
         raise ValueError(
-            f"Expected expected_size to lie between 0 and the number of features, {p}, but got {expected_size}; groups "
-            "count as one each, and constant features not at all."
+            f"Expected a rate between 0 and 1, or an expected_size between 0 and the number of features, {p}, but got "
+            f"{rate if expected_size is None else expected_size}; groups count as one feature each, and constant "
+            "features not at all."
         )
-    return expected_size / p
-
-
-def _scale(name: str, value: float | None, exists: bool = True) -> float | None:
-    """A scale that is given, if it may be."""
-    expect(Real | None, "a number", **{name: value})
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"Expected {name} to be positive and finite, or None to learn it, but got {value}.")
-    if value is not None and not exists:
-        raise ValueError(f"Expected no {name} for a family other than the Gaussian, but got {value}; leave it out.")
-    return value
+    return default_rate(max(p, 1)) if rate is None else rate
 
 
 def _check_sizes(features: NDArray[np.float64], observations: NDArray[np.float64], names: NDArray[np.object_]) -> None:
@@ -391,17 +360,17 @@ def _check_sizes(features: NDArray[np.float64], observations: NDArray[np.float64
 
 def _check_scales(prior: Prior, size: float, width: float) -> None:
     """Refuse scales that are numerically 0 or infinite, given the size of y and the largest deviation of a feature."""
-    noise, slab = prior.noise_scale, prior.slab_scale
-    if noise is not None and not _LEAST_NOISE * size <= noise < _MOST * size:
-        raise ValueError(
-            f"Expected noise_scale to lie between {_LEAST_NOISE * size:g} and {_MOST * size:g}, {_LEAST_NOISE:g} and "
-            f"{_MOST:g} times the deviation of y, but got {noise:g}; less noise is hidden by rounding."
-        )
-    if slab is not None and not _LEAST * size < slab * width <= _MOST_SLAB * size:
-        raise ValueError(
-            f"Expected slab_scale to lie between {_LEAST * size / width:g} and {_MOST_SLAB * size / width:g}, "
-            f"effects of {_LEAST:g} to {_MOST_SLAB:g} times what y varies by, but got {slab:g}; None learns it."
-        )
+    noise_range = _LEAST_NOISE * size, _MOST * size
+    slab_range = _LEAST * size / width, _MOST_SLAB * size / width
+    for name, scale, (least, most) in (
+        ("noise_scale", prior.noise_scale, noise_range),
+        ("slab_scale", prior.slab_scale, slab_range),
+    ):
+        if scale is not None and not least <= scale <= most:
+            raise ValueError(
+                f"Expected {name} to lie between {least:g} and {most:g}, in view of the size of y, but got {scale:g}; "
+                "None learns it."
+            )
 
 
 def _warn_of_constants(names: Sequence[str]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Self
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +13,7 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
 from sklearn.utils import check_random_state
+from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
@@ -26,56 +26,10 @@ if TYPE_CHECKING:
     import arviz
     import pandas
 
-__all__ = ["SpikeSlabEstimator", "check_parameters", "checked_groups", "seed_of"]
+__all__ = ["SpikeSlabEstimator", "seed_of"]
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool | np.bool_) and bool(np.isfinite(float(value)))
-
-
-def _positive(value: Any) -> bool:
-    return value is None or (_is_real(value) and value > 0)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool | np.bool_)
-
-
-def _is_seed(value: object) -> bool:
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**32
-    return value is None or is_integer or isinstance(value, np.random.RandomState)
-
-
-_METHODS = ("auto", *METHODS)
-
-# Whether a value is allowed, and what is expected in words.
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "rate": (lambda value: _positive(value) and (value is None or value < 1), "a float in the range (0, 1) or None"),
-    "expected_size": (_positive, "a float in the range (0, n_features) or None"),
-    "slab_scale": (_positive, "a float in the range (0, inf) or None"),
-    "noise_scale": (_positive, "a float in the range (0, inf) or None"),
-    "standardize": (_is_flag, "an instance of 'bool'"),
-    "fit_intercept": (_is_flag, "an instance of 'bool'"),
-    "method": (lambda value: isinstance(value, str) and value in _METHODS, f"a str among {set(_METHODS)}"),
-    "random_state": (_is_seed, "an int in the range [0, 2**32 - 1], an instance of 'RandomState' or None"),
-}
-
-
-def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse bad parameters of an estimator, as ``get_params`` gives them."""
-    for name, (is_allowed, expected) in _RULES.items():
-        if name in parameters and not is_allowed(parameters[name]):
-            raise ValueError(
-                f"The {name!r} parameter of {estimator} must be {expected}. Got {parameters[name]!r} instead."
-            )
-    if parameters["rate"] is not None and parameters["expected_size"] is not None:
-        raise ValueError(
-            f"The 'rate' and 'expected_size' parameters of {estimator} say the same thing, so that one of them must be "
-            f"None. Got rate={parameters['rate']!r} and expected_size={parameters['expected_size']!r} instead."
-        )
-
-
-def checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
+def _checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
     """The group of each feature, shape ``(features,)``; its own index by default."""
     if groups is None:
         return np.arange(features)
@@ -112,6 +66,17 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     It has one linear predictor: the coefficients are a vector and the intercept is a number. A classifier has its own
     shapes.
     """
+
+    _parameter_constraints: ClassVar[dict[str, list[object]]] = {
+        "rate": [Interval(Real, 0, 1, closed="neither"), None],
+        "expected_size": [Interval(Real, 0, None, closed="neither"), None],
+        "slab_scale": [Interval(Real, 0, None, closed="neither"), None],
+        "noise_scale": [Interval(Real, 0, None, closed="neither"), None],
+        "standardize": ["boolean"],
+        "fit_intercept": ["boolean"],
+        "method": [StrOptions({"auto", *METHODS})],
+        "random_state": ["random_state"],
+    }
 
     n_features_in_: int
     pip_: Array
@@ -157,14 +122,14 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Raises:
             ValueError: a parameter or the data are out of range.
-            TypeError: X is sparse.
+            TypeError: X is sparse, or has no categories where the fit had some.
 
         Warns:
             UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
             ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05.
         """
+        self._validate_params()
         parameters = self.get_params(deep=False)
-        check_parameters(type(self).__name__, parameters)
         table = tabular(X)
         levels = levels_of(table)
         x, target = self._validated(coded(table, levels), y)
@@ -173,7 +138,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             counted = weight > 0
             x, target, weight = x[counted], target[counted], np.array(weight[counted], dtype=np.float64)
         self._columns = Columns.of(levels, x.shape[1])
-        self._group_of = checked_groups(self.groups, x.shape[1])
+        self._group_of = _checked_groups(self.groups, x.shape[1])
         self._gate_of = self._group_of[self._columns.feature_of]
         x = self._columns.dummies(x)
         design = make_design(
@@ -246,13 +211,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             Arrays by name, ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly
             0; ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
             ``slab_scale``, ``rate`` and, where the family has noise, ``noise_scale``, shape ``(n,)`` each.
-
-        Raises:
-            ValueError: n is not a positive integer.
         """
         check_is_fitted(self)
-        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-            raise ValueError(f"Expected n to be a positive integer, but got {n!r}.")
         kept = len(self.draws_.rate)
         more = np.random.default_rng(kept).integers(kept, size=max(0, n - kept))
         draws = rows_of(self.draws_, np.concatenate([np.arange(min(n, kept)), more]))
@@ -273,13 +233,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Returns:
             Lower and upper ends, shape ``(*coef_.shape, 2)``.
-
-        Raises:
-            ValueError: the level is not between 0 and 1.
         """
         check_is_fitted(self)
-        if not 0 < level < 1:
-            raise ValueError(f"Expected level to be between 0 and 1, but got {level!r}.")
         ends = quantiles(self.draws_.coefficients, ((1 - level) / 2, (1 + level) / 2))
         return np.moveaxis(self._as_coef(ends), 0, -1)
 
@@ -384,7 +339,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Features of new observations."""
         check_is_fitted(self)
         x = tabular(x)
-        levels_of(x)  # refuses sparse features by name
         found: Array = validate_data(self, coded(x, self._columns.levels), dtype=np.float64, reset=False)
         return self._columns.dummies(found)
 

@@ -52,8 +52,6 @@ class NormalResponse(nn.Module):
 
     def output(self, raw: Tensor) -> Tensor:
         """The means, shape ``(n,)``, from what a network returns."""
-        if raw.dim() not in (1, 2) or raw.numel() != len(raw):
-            raise ValueError(f"Expected a net that returns one number for each row, but got {tuple(raw.shape)}.")
         return raw.view(-1)
 
     def losses(self, output: Tensor, y: Tensor) -> Tensor:
@@ -121,21 +119,9 @@ class CrossFit(NamedTuple):
         return self.response.losses(outputs, self.y[rows].flatten())
 
 
-def make_networks(net: Net, response: Response, x: Tensor, count: int) -> list[nn.Module]:
+def make_networks(net: Net, response: Response, features: int, count: int) -> list[nn.Module]:
     """Networks of the same kind, to be trained apart; the default has two hidden layers of 64 units, in float64."""
-    if not (net is None or callable(net)):
-        raise TypeError(
-            "Expected net to be a torch.nn.Module, a function of the number of features that makes one, or None, but "
-            f"got a {type(net).__name__}."
-        )
-    networks = [_make(net, x.shape[1], response.outputs) for _ in range(count)]
-    for network in networks:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"Expected net to make a torch.nn.Module, but it made a {type(network).__name__}.")
-        if not any(parameter.requires_grad for parameter in network.parameters()):
-            raise ValueError("Expected a net with parameters to train, but it has none.")
-    _check_outputs(networks[0], response, x[:2])
-    return networks
+    return [_make(net, features, response.outputs) for _ in range(count)]
 
 
 def _make(net: Net, features: int, outputs: int) -> nn.Module:
@@ -146,24 +132,6 @@ def _make(net: Net, features: int, outputs: int) -> nn.Module:
     return nn.Sequential(
         nn.Linear(features, _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, outputs)
     ).double()
-
-
-@torch.no_grad()
-def _check_outputs(network: nn.Module, response: Response, x: Tensor) -> None:
-    """Refuse a network that does not take a batch of inputs, or whose outputs do not fit the response."""
-    training = network.training
-    try:
-        raw = network.eval()(x.to(next(network.parameters())))
-    except RuntimeError as error:
-        raise ValueError(
-            f"Expected a net that takes inputs of shape (n, {x.shape[1]}), the standardised features, but it says: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    finally:
-        network.train(training)
-    if not isinstance(raw, Tensor):
-        raise ValueError(f"Expected a net that returns a tensor, but got a {type(raw).__name__}.")
-    response.output(raw)
 
 
 def train_gates(fit: CrossFit, *, steps: int) -> Tensor:
@@ -202,9 +170,14 @@ def train_gates(fit: CrossFit, *, steps: int) -> Tensor:
             log_alpha.clamp_(max=_MOST)
         if step >= steps - tail:
             active += start.with_learned(log_alpha=log_alpha.detach()).active_prob / tail
-    if bool(active.isnan().any()):
-        raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")
+    _check_finite(active)
     return active
+
+
+def _check_finite(found: Tensor) -> None:
+    """Refuse what a loss that became NaN has left."""
+    if bool(found.isnan().any()):
+        raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")
 
 
 def _gradients(
@@ -279,8 +252,7 @@ def eliminate(fit: CrossFit, *, n_features: int, alone: Tensor) -> Tensor:
 def _least_missed(losses: Tensor, alone: Tensor) -> Tensor:
     """Candidates in the order in which they may go, from the losses of each observation without each candidate."""
     means = losses.mean(1)
-    if bool(means.isnan().any()):
-        raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")
+    _check_finite(means)
     best = losses[means.argmin()]
     above = losses - best
     # Losses of exact copies differ by rounding alone, which may exceed its own standard error.

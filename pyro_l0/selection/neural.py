@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from sklearn.base import BaseEstimator
 from sklearn.feature_selection import SelectorMixin, f_classif, f_regression
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import ClassifierTags, RegressorTags, Tags
+from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
@@ -36,7 +37,6 @@ from pyro_l0.selection.network_training import (
 __all__ = ["NeuralFeatureSelector"]
 
 Array = NDArray[np.float64]
-_TASKS = ("auto", "regression", "classification")
 
 
 def _may_classify(selector: NeuralFeatureSelector) -> bool:
@@ -101,6 +101,15 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Feature Selection using Stochastic Gates, arXiv:1810.04247, who price Gaussian gates on the training loss.
     """
 
+    _parameter_constraints: ClassVar[dict[str, list[object]]] = {
+        "net": [callable, None],
+        "n_features": [Interval(Integral, 1, None, closed="left"), None],
+        "task": [StrOptions({"auto", "regression", "classification"})],
+        "cv": [Interval(Integral, 2, None, closed="left")],
+        "max_steps": [Interval(Integral, 1, None, closed="left")],
+        "random_state": ["random_state"],
+    }
+
     def __init__(
         self,
         net: Net = None,
@@ -129,11 +138,14 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             The estimator.
 
         Raises:
-            TypeError: ``net`` is neither a module nor a function that makes one.
             ValueError: a parameter or the data are out of range.
         """
+        self._validate_params()
         x, target = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
-        self._check_parameters()
+        if self.n_features is not None and self.n_features > self.n_features_in_:
+            raise ValueError(
+                f"Expected n_features of at most {self.n_features_in_}, the features of X, but got {self.n_features}."
+            )
         response = self._response(column_or_1d(target, warn=True))
         self.mean_, scale = x.mean(0), x.std(0)
         self.scale_ = np.where(x.max(0) > x.min(0), scale, 1.0)
@@ -182,7 +194,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, x: Array, response: Response, y: NDArray[Any]) -> None:
         """Train gates and networks; torch's random numbers are this estimator's own."""
-        networks = make_networks(self.net, response, self._standardised(x), min(self.cv, len(x)))
+        networks = make_networks(self.net, response, x.shape[1], min(self.cv, len(x)))
         like = next(networks[0].parameters())
         inputs = self._standardised(x).to(like)
         response.to(like)
@@ -202,18 +214,6 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             self._support = self.ranking_ == 1
         selected = torch.as_tensor(self._support).to(inputs.device)
         self.networks_ = [refit(fit, m, selected, steps=self.max_steps) for m in range(len(networks))]
-
-    def _check_parameters(self) -> None:
-        """Refuse bad parameters; the number of features is known."""
-        p = self.n_features_in_
-        number = p if self.n_features is None else self.n_features
-        for name, value, least in (("n_features", number, 1), ("cv", self.cv, 2), ("max_steps", self.max_steps, 1)):
-            is_int = isinstance(value, Integral) and not isinstance(value, bool)
-            if not is_int or value < least or (name == "n_features" and value > p):
-                upper = f" and at most {p}, the features of X" if name == "n_features" else ""
-                raise ValueError(f"Expected {name} to be an integer of at least {least}{upper}, but got {value!r}.")
-        if self.task not in _TASKS:
-            raise ValueError(f"Expected task to be one of {', '.join(map(repr, _TASKS))}, but got {self.task!r}.")
 
     def _response(self, y: NDArray[Any]) -> Response:
         """The response of the task that y and ``task`` ask for."""

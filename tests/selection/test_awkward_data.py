@@ -91,7 +91,12 @@ def test_nan_is_refused(kind, where):
     ("model", "x", "y", "message"),
     [
         (SpikeSlabClassifier(), np.eye(3), list("bbb"), "the data contains only one class: 'b'"),
-        (SpikeSlabPoissonRegressor(), np.eye(3), [1, 2, -1], "'poisson' not to be negative, but its least is -1"),
+        (
+            SpikeSlabPoissonRegressor(),
+            np.eye(3),
+            [1, 2, -1],
+            "to hold numbers that are not negative, but got -1",
+        ),
         (SpikeSlabRegressor(), [["a"], ["b"], ["c"]], [1.0, 2.0, 3.0], "could not convert string to float"),
         (SpikeSlabRegressor(method="enumerate"), np.eye(30, 21), np.arange(30), "at most 20 features or groups"),
     ],
@@ -113,16 +118,19 @@ def test_a_constant_y_needs_a_noise_scale():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rate": 2}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None. Got 2"),
-        ({"rate": 0.0}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None."),
-        ({"rate": "a"}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None."),
-        ({"expected_size": -1}, "The 'expected_size' parameter of SpikeSlabRegressor must be a float in the range"),
-        ({"expected_size": 4}, "Expected expected_size to lie between 0 and the number of features, 4"),
         (
-            {"rate": 0.1, "expected_size": 2},
-            "The 'rate' and 'expected_size' parameters of SpikeSlabRegressor",
+            {"rate": 2},
+            "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0) or None. Got 2",
         ),
-        ({"slab_scale": 0.0}, "The 'slab_scale' parameter of SpikeSlabRegressor must be a float in the range (0, inf)"),
+        ({"rate": 0.0}, "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0) or None."),
+        ({"rate": "a"}, "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0) or None."),
+        ({"expected_size": -1}, "The 'expected_size' parameter of SpikeSlabRegressor must be a float in the range"),
+        ({"expected_size": 4}, "an expected_size between 0 and the number of features, 4, but got 4"),
+        ({"rate": 0.1, "expected_size": 2}, "Expected a rate or an expected_size, but got both"),
+        (
+            {"slab_scale": 0.0},
+            "'slab_scale' parameter of SpikeSlabRegressor must be a float in the range (0.0, inf)",
+        ),
         ({"noise_scale": np.inf}, "The 'noise_scale' parameter of SpikeSlabRegressor must be a float in the range"),
         ({"standardize": 1}, "The 'standardize' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
         ({"fit_intercept": None}, "The 'fit_intercept' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
@@ -141,9 +149,6 @@ def test_wrong_parameters(options, message):
     ("call", "message"),
     [
         (lambda m: m.select(fdr=2), "Expected fdr to be between 0 and 1, but got 2."),
-        (lambda m: m.sample(0), "Expected n to be a positive integer, but got 0."),
-        (lambda m: m.sample(2.5), "Expected n to be a positive integer, but got 2.5."),
-        (lambda m: m.interval(1.0), "Expected level to be between 0 and 1, but got 1.0."),
     ],
 )
 def test_wrong_questions(call, message):

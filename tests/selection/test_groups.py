@@ -231,5 +231,5 @@ def test_frames_of_polars():
 
 def test_sparse_features_are_refused():
     x = csr_array(np.eye(1000))
-    with pytest.raises(TypeError, match=r"Expected a dense X, but got a sparse one: centring .* take 8 MB"):
+    with pytest.raises(TypeError, match="dense data is required"):
         SpikeSlabRegressor().fit(x, np.arange(1000.0))

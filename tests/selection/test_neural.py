@@ -173,7 +173,7 @@ def test_networks_learn_to_do_without_an_input():
     rows = torch.arange(200)
     folds = [Fold(rows[rows % 2 != m], rows[rows % 2 == m]) for m in range(2)]
     response = NormalResponse(y.numpy()).double()
-    networks = make_networks(None, response, x, 2)
+    networks = make_networks(None, response, 2, 2)
     fit = CrossFit(networks, response, x, response.encode(y.numpy()), folds)
     train_for_subsets(fit, steps=300)
     for is_open in ([True, False], [False, True], [True, True]):
@@ -318,17 +318,13 @@ def test_pickles_clones_and_pipes(fitted):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"n_features": 0}, ValueError, "n_features to be an integer of at least 1 and at most 8"),
+        ({"n_features": 0}, ValueError, r"'n_features' parameter .* must be an int in the range \[1, inf\)"),
         ({"n_features": 9}, ValueError, "at most 8, the features of X, but got 9"),
-        ({"n_features": 2.0}, ValueError, "but got 2.0"),
-        ({"cv": 1}, ValueError, "cv to be an integer of at least 2"),
-        ({"max_steps": 0}, ValueError, "max_steps to be an integer of at least 1"),
-        ({"task": "ranking"}, ValueError, "one of 'auto', 'regression', 'classification', but got 'ranking'"),
-        ({"net": 3}, TypeError, "net to be a torch.nn.Module, a function"),
-        ({"net": lambda p: p}, TypeError, "it made a int"),
-        ({"net": nn.ReLU()}, ValueError, "parameters to train"),
-        ({"net": nn.Linear(5, 1)}, ValueError, r"inputs of shape \(n, 8\)"),
-        ({"net": nn.Linear(8, 2)}, ValueError, r"one number for each row, but got \(2, 2\)"),
+        ({"n_features": 2.0}, ValueError, "'n_features' parameter .* Got 2.0"),
+        ({"cv": 1}, ValueError, r"'cv' parameter .* must be an int in the range \[2, inf\)"),
+        ({"max_steps": 0}, ValueError, r"'max_steps' parameter .* must be an int in the range \[1, inf\)"),
+        ({"task": "ranking"}, ValueError, "'task' parameter .* must be a str among .* Got 'ranking'"),
+        ({"net": 3}, ValueError, "'net' parameter .* must be a callable or None. Got 3"),
         ({"net": nn.Linear(8, 3), "task": "classification"}, ValueError, "returns 2 logits for each row"),
     ],
 )

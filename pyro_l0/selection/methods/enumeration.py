@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from numbers import Integral
-
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from pyro_l0.expect import expect
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
@@ -92,9 +89,6 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
             f"Expected at most {_MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
             "method."
         )
-    expect(Integral, "a whole number", draws=draws)
-    if draws < 1:
-        raise ValueError(f"Expected at least one draw, but got {draws}.")
     evidence = GaussianEvidence(problem) if problem.family == "gaussian" else LaplaceEvidence(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = evidence.log_marginal(z)

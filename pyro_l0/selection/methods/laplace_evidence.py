@@ -105,13 +105,9 @@ def likelihood_of(problem: Problem) -> Likelihood:
     """The likelihood of a problem that is not Gaussian."""
     y = problem.y
     weight = (torch.ones_like(y) if problem.weight is None else problem.weight)[:, None]
-    if problem.family == "bernoulli":
-        return BernoulliLikelihood(y, weight)
-    if problem.family == "poisson":
-        return PoissonLikelihood(y, weight)
     if problem.family == "categorical":
         return CategoricalLikelihood(y, weight, problem.outputs)
-    raise ValueError(f"Expected a family other than the Gaussian, but got {problem.family!r}; see GaussianEvidence.")
+    return BernoulliLikelihood(y, weight) if problem.family == "bernoulli" else PoissonLikelihood(y, weight)
 
 
 # A Newton step that would gain so little is the last one: the error of the mode is 3e-4 of a deviation before it.

@@ -213,8 +213,6 @@ def test_refusals():
         exact_posterior(x, np.full(50, 3.0))
     with pytest.raises(ValueError, match="at most 20 features"):
         exact_posterior(np.eye(5, 21) + np.arange(5)[:, None], np.arange(5))
-    with pytest.raises(ValueError, match="at least one draw"):
-        exact_posterior(x, y, draws=0)
     with pytest.raises(ValueError, match=r"shape \(S, 4\)"):
         GaussianEvidence(problem_of(x, y)).log_marginal(torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="at least one observation"):
