@@ -37,14 +37,14 @@ def made(layer, seed=0, has_gates=True):
 @pytest.mark.parametrize("has_gates", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_moments_are_those_of_drawn_weights(kind, has_gates):
-    """Outputs have the mean and the variance that outputs of drawn weights have; 5 standard errors of 5,000 draws."""
+    """Outputs have the mean and the variance that outputs of drawn weights have; 5 standard errors of 2,000 draws."""
     make, shape = LAYERS[kind]
     layer = made(make(), has_gates=has_gates)
     x = torch.randn(2, *shape, dtype=torch.float64)
-    weights = torch.stack([layer.sample_weight() for _ in range(5_000)])
+    weights = torch.stack([layer.sample_weight() for _ in range(2_000)])
     with torch.no_grad():
         drawn = torch.vmap(lambda weight: functional_call(layer.layer, {"weight": weight}, (x,)))(weights)
-        local = layer(x.repeat(5_000, *(1 for _ in shape))).view(drawn.shape)
+        local = layer(x.repeat(2_000, *(1 for _ in shape))).view(drawn.shape)
     for of in (torch.mean, torch.var):
         parts = torch.stack([of(part, 0) for draws in (local, drawn) for part in draws.chunk(20)])
         errors = (parts.unflatten(0, (2, 20)).var(1).sum(0) / 20).sqrt()

@@ -118,14 +118,6 @@ def test_python_numbers_make_a_gate(family):
 # --- support and validation -------------------------------------------------------------------
 
 
-def test_support_includes_the_atoms(gate):
-    """The support is [0, 1] with both ends, so the atoms pass validation."""
-    value = torch.tensor([0.0, 0.5, 1.0, -0.1, 1.1])
-    assert gate.support.check(value).tolist() == [True, True, True, False, False]
-    assert gate.support.event_dim == 0
-    assert gate.log_prob(torch.tensor([0.0, 1.0])).isfinite().all()
-
-
 def test_validation_can_be_switched_off(family):
     bad = {name: torch.tensor(math.nan) for name in family.parameters[0]}
     family.gate(**bad, validate_args=False)

@@ -78,7 +78,7 @@ def test_equal_hard_concretes_have_exactly_no_kl():
 
 
 @pytest.mark.parametrize("temperature", [0.1, 2 / 3, 2.0])
-@pytest.mark.parametrize("log_alpha", [-15.0, -1.0, 0.0, 4.0])
+@pytest.mark.parametrize("log_alpha", [-15.0, 0.0])
 @pytest.mark.parametrize("d", [2.0**-20, 2.0**-13, 2.0**-7, -(2.0**-10)])
 def test_nearly_equal_hard_concretes_in_float32(log_alpha, temperature, d):
     """The closed form keeps its relative accuracy where the KL is of the order of d^2 = 1e-12."""

@@ -66,8 +66,10 @@ def run(kind, setting, steps=3):
     return {"losses": values, "gradients": gradients, "outputs": [small_outputs, outputs]}, small
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", ["mlp", "lenet5", "residual"])
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [*(("mlp", setting) for setting in SETTINGS), ("lenet5", "weight decay"), ("residual", "target")],
+)
 def test_training_and_compaction(kind, setting):
     """Three steps and the compacted network; the seeds are the same, and so are uniform draws site by site."""
     ours, small = run(kind, setting)

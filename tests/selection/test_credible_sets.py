@@ -1,13 +1,14 @@
 """Credible sets: who is a member, with what probability, and how often an effect is inside."""
 
-import itertools
 import re
 
 import numpy as np
 import pytest
+import torch
 from scipy.sparse import csr_array
 
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
+from tests.reference_posteriors import GaussianPosterior
 
 
 def duplicates(rng, n=60):
@@ -103,21 +104,6 @@ def test_refusals(options, message):
         credible_sets(**arguments)
 
 
-def enumerated_gates(x, y, scale, rate, draws, rng):
-    """Draws of gates from the exact posterior with unit noise, by density functions of y."""
-    n, p = x.shape
-    states = np.array(list(itertools.product([False, True], repeat=p)))
-    logs = []
-    for z in states:
-        covariance = np.eye(n) + scale**2 * x[:, z] @ x[:, z].T
-        factor = np.linalg.cholesky(covariance)
-        solved = np.linalg.solve(factor, y)
-        prior = z.sum() * np.log(rate) + (~z).sum() * np.log1p(-rate)
-        logs.append(prior - np.log(np.diag(factor)).sum() - 0.5 * solved @ solved)
-    weights = np.exp(np.array(logs) - max(logs))
-    return states[rng.choice(len(states), size=draws, p=weights / weights.sum())]
-
-
 def test_sets_hold_an_effect_as_often_as_they_say():
     """Gates from the prior, features of correlation .95: of some hundred sets a share of .95 or more is right."""
     right = []
@@ -126,7 +112,8 @@ def test_sets_hold_an_effect_as_often_as_they_say():
         x = np.sqrt(0.95) * np.repeat(rng.normal(size=(40, 2)), 3, axis=1) + np.sqrt(0.05) * rng.normal(size=(40, 6))
         z = rng.random(6) < 0.25
         y = x @ (z * rng.normal(size=6)) + rng.normal(size=40)
-        gates = enumerated_gates(x, y, 1.0, 0.25, 2000, rng)
+        torch.manual_seed(seed)
+        gates = GaussianPosterior(*map(torch.from_numpy, (x, y)), 1.0, 1.0, 0.25).draws(2000)["z"].bool().numpy()
         right += [z[list(s.features)].any() for s in credible_sets(gates, gates.mean(0), x)]
     assert len(right) > 80
     # Of 100 sets of probability .95 or more, 2.5 standard errors are .055.

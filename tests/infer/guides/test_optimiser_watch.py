@@ -109,52 +109,70 @@ def test_a_part_of_a_list_of_guides():
         train(partial(L0_ELBO("free_energy").differentiable_loss, model, guide), optimiser, steps=110)
 
 
-def test_parameters_that_are_read_early_for_something_else(module):
-    """Moving, printing, counting and saving before the first call are no optimisers."""
+def adam(*modules):
+    return torch.optim.Adam([x for module in modules for x in module.parameters()], lr=0.01)
+
+
+def read_early(module):
+    """Moving, printing and saving before the first call are no optimisers."""
     module.to(torch.float32).train()
-    assert sum(x.numel() for x in module.parameters()) == 5
     str(module)
     module.state_dict()
     module.guide(X)
-    train(module, torch.optim.Adam(module.parameters(), lr=0.01))
+    train(module, adam(module), steps=110)
 
 
-def test_many_micro_batches(module):
-    """Gradients that add up while nothing moves."""
+def in_micro_batches(module):
     module.guide(X)
-    train(module, torch.optim.Adam(module.parameters(), lr=0.01), micro_batches=100, steps=2)
+    train(module, adam(module), micro_batches=100, steps=2)
 
 
-def test_gates_with_an_optimiser_that_waits(module):
+def waiting(module):
     """The network's optimiser steps at every loss, the gates' at every tenth."""
     module.guide(X)
-    network = torch.optim.Adam(module.model.parameters(), lr=0.01)
-    gates = torch.optim.Adam(module.guide.parameters(), lr=0.01)
-    for _ in range(3):
+    network, gates = adam(module.model), adam(module.guide)
+    for _ in range(11):
         train(module, network, steps=10)
         gates.step()
 
 
-def test_losses_that_train_nothing(module):
-    """Measured gradients, evaluations, backward passes without a step, and another guide's training."""
+def measured(module):
+    """Evaluations and a measured gradient, which train nothing."""
     module.guide(X)
-    other = copy.deepcopy(module.guide)
-    other_loss = L0_ELBO("free_energy")(module.model, other)
-    for _ in range(8):
+    for _ in range(110):
         with torch.no_grad():
             module(X)
-        module(X).backward()
-    measure_gradient(L0_ELBO("free_energy"), module.model, module.guide, X, draws=8)
-    train(other_loss, torch.optim.Adam(other.parameters()))
+    measure_gradient(L0_ELBO("free_energy"), module.model, module.guide, X, draws=110)
 
 
-@pytest.mark.parametrize("optimiser", [pyro.optim.Adam, pyro.optim.ClippedAdam])
-def test_pyros_optimisers(optimiser):
-    """Which make one for each parameter, some of them stepping behind autograd's back."""
-    model = Model()
-    svi = SVI(model, AutoGate(model), optimiser({"lr": 0.01}), L0_ELBO("free_energy"))
-    for _ in range(8):
+def beside_another(module):
+    module.guide(X)
+    other = copy.deepcopy(module.guide)
+    train(L0_ELBO("free_energy")(module.model, other), adam(other), steps=110)
+
+
+def by_svi(optimiser, module):
+    """Pyro makes an optimiser for each parameter, some of which step behind autograd's back."""
+    svi = SVI(module.model, AutoGate(module.model), optimiser({"lr": 0.01}), L0_ELBO("free_energy"))
+    for _ in range(110):
         svi.step(X)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        read_early,
+        in_micro_batches,
+        waiting,
+        measured,
+        beside_another,
+        partial(by_svi, pyro.optim.Adam),
+        partial(by_svi, pyro.optim.ClippedAdam),
+    ],
+)
+def test_trainings_that_are_not_warned_of(training, module):
+    """For longer than the hundred losses after which a warning comes."""
+    training(module)
 
 
 def test_nothing_of_torchs_is_touched(module):

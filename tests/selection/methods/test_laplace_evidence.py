@@ -141,25 +141,6 @@ def test_one_coefficient_by_quadrature(family):
     assert math.sqrt(second.item() - first.item() ** 2) == pytest.approx(deviation, rel=0.03)
 
 
-@pytest.mark.parametrize("rate", [0.3, (1.0, 4.0)])
-def test_unknown_slab_scales_are_integrated(rate):
-    """Against the function of one slab scale on a grid that is finer and wider."""
-    problem = problem_of("bernoulli", rate=rate)
-    z = all_gates(4).bool()
-    found = LaplaceEvidence(problem).log_marginal(z)
-    log_slab = torch.linspace(-14, 2, 100, dtype=torch.float64)
-    prior = torch.from_numpy(stats.halfnorm(scale=1.5).logpdf(log_slab.exp().numpy())) + log_slab
-    each = [LaplaceEvidence(problem).fit(z, t.exp().expand(16)).log_evidence for t in log_slab]
-    k = z.sum(1).numpy()
-    log_gates = (
-        stats.betabinom(4, *rate).logpmf(k) - np.log(np.array([math.comb(4, j) for j in k]))
-        if isinstance(rate, tuple)
-        else k * math.log(rate) + (4 - k) * math.log(1 - rate)
-    )
-    expected = (torch.stack(each) + prior[:, None]).logsumexp(0) + math.log(float(log_slab[1] - log_slab[0]))
-    torch.testing.assert_close(found, expected + torch.from_numpy(log_gates), rtol=0, atol=5e-4)
-
-
 def test_draws_have_the_moments():
     for family in FAMILIES:
         problem = problem_of(family, p=3, n=60, rate=(1.0, 1.0))
