@@ -1,7 +1,5 @@
 """L0Gate and what takes it: values, gradients, the tools of torch, budgets, compaction, shrinking and diagnosis."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from pyro_l0 import BernoulliGate, ExponentialGate, HardConcrete, PowerLawGate, 
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
-from pyro_l0.nn import Gate, L0Gate, NetworkCost, NetworkGates, fix_gates, insert_gates, penalty
+from pyro_l0.nn import Gate, L0Gate, NetworkCost, NetworkGates, fix_gates, penalty
 from pyro_l0.nn.l0_gate import FAMILIES
 
 X, Y = torch.linspace(-2, 2, 8 * 6).view(8, 6).sin(), torch.arange(8) % 3
@@ -82,9 +80,9 @@ def test_every_family_draws_in_training_and_is_deterministic_in_evaluation(famil
     torch.manual_seed(2)
     gate = L0Gate(4, 3, family=family, init_active_prob=0.6)
     assert gate().shape == (4, 3)
-    draws = torch.stack([gate() for _ in range(4000)])
+    draws = torch.stack([gate() for _ in range(1000)])
     error = ((draws != 0).float().mean(0) - gate.active_prob).abs().max()
-    assert error < 5 * 0.5 / 4000**0.5
+    assert error < 5 * 0.5 / 1000**0.5
     assert torch.allclose(gate.active_prob, torch.full((4, 3), 0.6), atol=0.05)
     assert torch.equal(gate.expected_l0(), gate.active_prob.sum())
     gate.eval()
@@ -132,17 +130,6 @@ def test_kl_and_penalty():
 
 
 # ------------------------------------------------------------ the tools of torch
-
-
-def test_a_copy_and_a_saved_state_have_the_same_gates():
-    net = network(L0Gate(10, init_jitter=1.0, family_options={"temperature": 0.5}))
-    same, loaded = copy.deepcopy(net), network(L0Gate(10, family_options={"temperature": 0.5}))
-    loaded.load_state_dict(net.state_dict())
-    for other in (same, loaded):
-        torch.manual_seed(4)
-        here = net(X)
-        torch.manual_seed(4)
-        assert torch.equal(other(X), here)
 
 
 @pytest.mark.parametrize(
@@ -264,15 +251,6 @@ def test_the_dimension_of_a_call():
     assert small.first.out_channels == 4
     assert torch.allclose(small(x), net.eval()(x), atol=1e-5)
     assert torch.allclose(fix_gates(net, gates)(x), net(x), atol=1e-6)
-
-
-def test_gates_behind_modules_of_a_given_network():
-    given = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
-    net = insert_gates(given, {"1": L0Gate(10)}, X)
-    assert list(NetworkGates(net).sites) == ["1.1"]
-    assert given.state_dict().keys() <= net.state_dict().keys()
-    small = compact(net, {"1.1": torch.arange(10.0).clamp(max=1)}, X).network
-    assert small[0].out_features == 9
 
 
 # ------------------------------------------------------------ refusals

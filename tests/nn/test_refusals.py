@@ -28,7 +28,7 @@ from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.nn.weights import fix_weights
 from tests.nn.test_heads import attention
 
-DOORS = {
+FUNCTIONS = {
     "insert_gates": lambda network: insert_gates(network, {"0": Gate(3)}),
     "fix_gates": lambda network: fix_gates(network, {}),
     "fix_weights": lambda network: fix_weights(network, {}),
@@ -42,18 +42,18 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("network", [None, "abc", {"0": 3}, nn.Linear], ids=["none", "string", "dict", "class"])
 def test_no_network(name, network):
     with pytest.raises(TypeError, match=r"Expected network to be an nn\.Module, but got a value of type"):
-        DOORS[name](network)
+        FUNCTIONS[name](network)
 
 
 @pytest.mark.parametrize("entries", [None, 3, ["0"], {0: 3}], ids=["none", "number", "list", "integer keys"])
-@pytest.mark.parametrize("door", [insert_gates, fix_gates, fix_weights, gate_heads])
-def test_no_entries_by_name(door, entries):
+@pytest.mark.parametrize("function", [insert_gates, fix_gates, fix_weights, gate_heads])
+def test_no_entries_by_name(function, entries):
     with pytest.raises(TypeError, match=r"Expected (gates|numbers of heads) by (module path|site name)"):
-        door(nn.Sequential(nn.Linear(2, 3)), entries)
+        function(nn.Sequential(nn.Linear(2, 3)), entries)
 
 
 @pytest.mark.parametrize("bad", [None, "abc", [1.0], {"weight": 3}])

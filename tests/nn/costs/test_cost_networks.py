@@ -64,8 +64,8 @@ class WholeBlock(nn.Module):
 
 TOKENS = torch.tensor([[1, 5, 2]])
 OF_THE_ZOO = (
-    *("mlp", "swiglu", "soft_experts", "equilibrium", "linear_attention", "gated_blocks", "gated_stream"),
-    *("lenet", "mobilenet", "shufflenet", "unet", "super_resolution", "diffusion_block"),
+    *("mlp", "soft_experts", "linear_attention", "gated_blocks", "gated_stream"),
+    *("lenet", "shufflenet", "super_resolution", "diffusion_block"),
 )
 NETWORKS = {
     "attention": lambda: (Attention().double(), TOKENS),
@@ -140,7 +140,7 @@ def test_gradients(name):
     cost = NetworkCost(network, example)
     probs = [0.2 + 0.7 * torch.rand(size).double() for size in cost.sizes.values()]
     for prob in probs:
-        prob[:1] = 1.0
+        prob[: max(1, min(3, len(prob) - 1))] = 1.0
         prob.requires_grad_()
     assert torch.autograd.gradcheck(
         lambda *p: cost.macs(dict(zip(cost.sizes, p, strict=True))) / cost.total_macs, probs
@@ -177,23 +177,6 @@ def test_a_unit_of_a_stream_is_there_if_one_of_its_writers_is():
     last, enter = 6 * 2 * kept, 4 * 6 * 0.5
     between = [6 * kept * 6 * prob for prob in (0.2, 0.1, 0.4)]
     assert cost.weights(active).item() == pytest.approx(last + enter + sum(between), rel=0.02)  # up to empty streams
-
-
-def test_examples_of_every_kind():
-    """A tuple, keywords, and several calls, which are counted together."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.gate, self.b = nn.Linear(3, 4), Gate(4), nn.Linear(4, 2)
-
-        def forward(self, x, scale=None):
-            return {"y": self.b(self.gate(torch.relu(self.a(x)))) * (1 if scale is None else scale)}
-
-    x, scale = torch.randn(2, 3), torch.ones(2)
-    for example, times in (((x, scale), 1), ({"x": x, "scale": scale}, 1), ([x, (x, scale)], 2)):
-        cost = NetworkCost(Net(), example)
-        assert (cost.total_weights, cost.total_macs) == (20, 20 * times)
 
 
 def test_report_says_why_units_stay():

@@ -41,16 +41,6 @@ def test_gates_in_front_of_features_that_become_maps_have_a_price():
         torch.testing.assert_close(norms.together([name]), norms[name]())
 
 
-def test_a_layer_that_reads_features_in_rows():
-    """Two features of a row share a weight; behind more layers and a flattening too."""
-    linear = nn.Linear(3, 2)
-    network = Shaped((2, 3), nn.Linear(6, 1), linear, nn.Flatten(), nn.Linear(4, 1))
-    assert NetworkCost(network, torch.randn(5, 6)).group_sizes == {"gate": 2.0}
-    torch.testing.assert_close(
-        square_norms(network, torch.randn(5, 6))["gate"](), linear.weight.square().sum(0).repeat(2)
-    )
-
-
 def scale(size):
     """A gate on the inputs of a weight."""
     return Net(lambda net, weight: net.gate(weight), gate=Gate(size))
@@ -147,11 +137,3 @@ def test_tied_weights_that_a_gates_units_are_read_by_twice_count_once():
         # Both branches vary if the gate is open.
         assert cost.weights({"gate": torch.tensor([0.5, 0.0, 0.0])}).item() == 2 * times + 0.5 * 4
         torch.testing.assert_close(norms["gate"](), times * network.a.weight.square().sum(0))
-
-
-@pytest.mark.parametrize("count", [NetworkCost, square_norms])
-def test_examples_of_integers_are_refused(count):
-    images = torch.randint(256, (2, 1, 4, 4), dtype=torch.uint8)
-    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), nn.Linear(12, 2))
-    with pytest.raises(ValueError, match=r"got one of .* dtype torch.uint8, .* convert it by .to\(torch.float32\)"):
-        count(network, images)
