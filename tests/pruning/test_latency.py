@@ -13,7 +13,7 @@ from pyro_l0.pruning import latency
 from pyro_l0.pruning.latency import Latency, measure_latency, microseconds
 from pyro_l0.pruning.result import notes_on_latency
 from tests.processes import in_two
-from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, VisionTransformer, digits, prune_with, same, stopping
+from tests.pruning.networks import Mlp, ResidualCnn, VisionTransformer, digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -112,23 +112,6 @@ def test_beside_other_costs_and_with_one_of_the_user_s_of_that_name():
     own = {"latency": lambda gates: sum(gate.sum() for gate in gates.values())}
     result = prune(Mlp(), F.cross_entropy, BATCHES, X[:2], {"latency": 0.6}, cost=own, epochs=2)
     assert "latency" not in result.report.left
-
-
-@pytest.mark.slow
-def test_resumed_runs(tmp_path, counted):
-    """Nothing is measured twice but what the report says."""
-
-    def run(**options):
-        torch.manual_seed(3)
-        return prune_with(Mlp(), F.cross_entropy, BATCHES, X[:2], 0.4, cost="latency", epochs=4, **options)
-
-    whole = run()
-    with pytest.raises(StoppedError):
-        run(checkpoint=tmp_path / "run.pt", callbacks=[stopping(3)])
-    counted.clear()
-    resumed = run(checkpoint=tmp_path / "run.pt", resume=True)
-    assert len(counted) == 2
-    assert same(resumed.network, whole.network)
 
 
 def test_times_of_a_clock():

@@ -7,7 +7,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate, gate_heads, insert_gates
 from pyro_l0.pruning.places import gates_at_least, gates_in_step
-from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, VisionTransformer, digits, prune_with, same, stopping
+from tests.pruning.networks import Mlp, ResidualCnn, VisionTransformer, digits, prune_with, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -64,39 +64,3 @@ def test_heads_count_by_their_features():
     assert found == {"self_attn.out_proj.gate": 2, "linear1.1": 8}
     convolutions = nn.Sequential(nn.Conv2d(1, 12, 3), nn.ReLU(), Gate(12, dim=1), nn.Flatten(), nn.Linear(48, 2))
     assert gates_in_step(convolutions, torch.zeros(1, 1, 4, 4), 8) == {"2": 8}
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"at_least": {"first": 3}}, ValueError, "modules, with gates behind 'second', 'dropout', but got 'first'"),
-        ({"at_least": {"second": 25}}, ValueError, r"at_least\['second'\] from 0 to the 24 units.*got 25"),
-        ({"at_least": {"second": 1.5}}, ValueError, "from 0 to the 24 units.*got 1.5"),
-        ({"at_least": {"second": -1}}, ValueError, "from 0 to the 24 units.*got -1"),
-        ({"at_least": 0.5}, TypeError, "at_least to be a dict of numbers of units"),
-        ({"at_least": {"": 0.9}}, ValueError, "the gates that at_least and multiple_of keep open meet, which costs"),
-        ({"multiple_of": 0}, ValueError, "multiple_of of at least 1, but got 0"),
-        ({"multiple_of": 8.0}, TypeError, "multiple_of to be a whole number"),
-        ({"multiple_of": 64}, ValueError, "the gates that at_least and multiple_of keep open meet, which costs"),
-    ],
-)
-def test_refusals(options, error, message):
-    with pytest.raises(error, match=message):
-        run(**options)
-
-
-def test_resumed_runs(tmp_path):
-    """Bit for bit, and with the same limits."""
-    path, limits = tmp_path / "run.pt", {"at_least": {"second": 9}, "multiple_of": 4, "epochs": 4}
-    whole = run(**limits)
-    with pytest.raises(StoppedError):
-        run(stop=3, checkpoint=path, **limits)
-    with pytest.raises(ValueError, match=r"differs in at_least, multiple_of[;,]"):
-        run(checkpoint=path, resume=True, epochs=4)
-    assert same(run(checkpoint=path, resume=True, **limits).network, whole.network)
-
-
-def test_the_largest_unit_is_a_block():
-    """Of eight units of equal size that leave together."""
-    one, eight = (run(Mlp(64, 64), multiple_of=n).report.largest_unit for n in (1, 8))
-    assert 4 * one < eight

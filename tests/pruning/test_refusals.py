@@ -12,6 +12,7 @@ from pyro_l0 import prune
 from pyro_l0.infer.target.sparsity_target import TargetReport
 from pyro_l0.nn import Gate
 from pyro_l0.pruning.result import notes_on
+from tests.networks import Net
 from tests.pruning.networks import Mlp, digits, prune_with
 
 X, Y = digits(320)
@@ -32,23 +33,8 @@ class Stream(IterableDataset):
         return iter(BATCHES)
 
 
-class Plain(nn.Module):
-    """One layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.only = nn.Linear(64, 10)
-
-    def forward(self, images):
-        return self.only(images.flatten(1))
-
-
-class Literal(nn.Module):
+class Literal(Mlp):
     """The size of the first layer is written into the code; the second one may shrink."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(64, 32), nn.Linear(32, 24), nn.Linear(24, 10)
 
     def forward(self, images):
         h = F.relu(self.first(images.flatten(1))).reshape(-1, 4, 8)
@@ -57,9 +43,8 @@ class Literal(nn.Module):
 
 REFUSED = {
     "no network": (dict(network=F.relu), TypeError, "network to be a torch.nn.Module"),
-    "no parameters": (dict(network=nn.ReLU()), ValueError, "a place behind which.*found none"),
     "no place": (
-        dict(network=Plain()),
+        dict(network=Net(lambda net, x: net.only(x.flatten(1)), only=nn.Linear(64, 10))),
         ValueError,
         "a place behind which.*found none; write Gate.*only: it makes the network's output",
     ),
@@ -73,7 +58,6 @@ REFUSED = {
     "accumulate": (dict(accumulate=0), ValueError, "accumulate of at least 1"),
     "target of 1": (dict(budget=1), ValueError, "budget strictly between 0 and 1.*got 1"),
     "target in per cent": (dict(budget=30), ValueError, "budget strictly between 0 and 1.*got 30"),
-    "target nan": (dict(budget=float("nan")), ValueError, "budget strictly between 0 and 1.*got nan"),
     "no targets": (dict(budget=[]), ValueError, r"got \[\]"),
     "rising targets": (dict(budget=[0.2, 0.5]), ValueError, "budgets that fall"),
     "unknown cost": (dict(budget={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
@@ -82,6 +66,25 @@ REFUSED = {
     "gates at no path": (dict(gates={"frist": Gate(32)}), ValueError, "'frist'; there are 'first'"),
     "a gate of no size": (dict(gates={"first": Gate(31)}), ValueError, "Expected 31 units"),
     "no gates": (dict(gates={}), ValueError, "at least one gate"),
+    "steps per epoch": (dict(steps_per_epoch=0), ValueError, "steps_per_epoch of at least 1"),
+    "half a step per epoch": (dict(steps_per_epoch=2.5), TypeError, "steps_per_epoch to be a whole number"),
+    "at least, in front": (dict(at_least={"first": 3}), ValueError, "behind 'second', 'dropout', but got 'first'"),
+    "at least too many": (dict(at_least={"second": 25}), ValueError, r"at_least\['second'\] from 0 to the 24.*got 25"),
+    "at least too large a part": (dict(at_least={"second": 1.5}), ValueError, "from 0 to the 24 units.*got 1.5"),
+    "at least for all": (dict(at_least=0.5), TypeError, "at_least to be a dict of numbers of units"),
+    "at least too costly": (dict(at_least={"": 0.9}), ValueError, "at_least and multiple_of keep open meet"),
+    "multiple of 0": (dict(multiple_of=0), ValueError, "multiple_of of at least 1, but got 0"),
+    "multiple of 8.0": (dict(multiple_of=8.0), TypeError, "multiple_of to be a whole number"),
+    "multiple too costly": (dict(multiple_of=64), ValueError, "at_least and multiple_of keep open meet, which costs"),
+    "distil's weight": (dict(distil=(0, 2.0)), ValueError, r"a weight in \(0, 1\] and a finite temperature above 0"),
+    "distil's temperature": (dict(distil=(0.5, float("nan"))), ValueError, "a finite temperature above 0"),
+    "distil's function": (dict(distil=(0.5, lambda a, b: a - b)), TypeError, "distil's function to return a tensor of"),
+    "untrained teacher": (dict(distil=(0.5, 2.0), pretrained=False), ValueError, "to distil from, but pretrained is F"),
+    "probabilities": (
+        dict(network=nn.Sequential(Mlp(), nn.Softmax(1)), distil=(0.5, 2.0)),
+        ValueError,
+        "but the network returns probabilities",
+    ),
     "one callback": (dict(callbacks=print), TypeError, "callbacks to be a list of functions"),
     "autocast": (dict(autocast=True), TypeError, "autocast to be a type of numbers"),
     "a loss per example": (
@@ -206,15 +209,6 @@ def test_several_targets():
     assert "(image, (label, box))" in caught.value.__notes__[0]
 
 
-@pytest.mark.filterwarnings("ignore:24 steps are few")
-def test_coarse_units():
-    """A fraction below .95 of the budget, with the share of the largest unit."""
-    network = trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 10)))
-    with pytest.warns(UserWarning, match=r"90\.9% of the budget is used; the largest unit takes 45\.5%"):
-        result = pruned(network, budget=0.55)
-    assert result.network[1].out_features == 2
-
-
 def test_undecided_gates_and_minima():
     """From what a target says of itself; gates at their minimum are noted and not warned of."""
     reached = TargetReport(
@@ -241,24 +235,6 @@ def test_undecided_gates_and_minima():
     assert len(healthy) == 2  # an error below 0 has no multiple to compare with
 
 
-@few_steps
-def test_an_error_far_above_that_of_the_given_network():
-    """A tenth of the units in 24 steps lose most of what the network knew."""
-    with pytest.warns(UserWarning, match=r"error was [\d.]+ and is [\d.]+ as cut; more epochs"):
-        result = pruned(trained(Mlp(), 300), budget=0.06, evaluate=error)
-    assert result.report.cut > 3 * result.report.dense
-
-
-@few_steps
-def test_sizes_that_are_written_into_code():
-    """Their layers keep all units, which is told by name, and the others are pruned."""
-    with pytest.warns(UserWarning, match="no gate behind 'first'"):
-        result = pruned(trained(Literal()), budget=0.9)
-    assert result.network.first.out_features == 32
-    assert result.network.second.out_features < 24
-    assert "first" in result.report.skipped
-
-
 class Recurrent(nn.Module):
     """What takes the time has no place for a gate."""
 
@@ -269,14 +245,6 @@ class Recurrent(nn.Module):
 
     def forward(self, images):
         return self.last(F.relu(self.first(self.recurrent(images.reshape(-1, 4, 16))[0][:, -1])))
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_a_budget_that_the_places_of_gates_do_not_allow():
-    """The message says where there is none, and why."""
-    message = r"one open gate per site meets.*no gate behind recurrent: proj_size projects"
-    with pytest.raises(ValueError, match=message):
-        pruned(Recurrent(), budget=0.1)
 
 
 class _Picky(nn.Module):

@@ -1,17 +1,10 @@
 """A run that was killed and goes on from its file ends bit for bit as one that was not."""
 
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import pyro_l0
 from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digit_batches, digits, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -50,14 +43,13 @@ def check_resumed(tmp_path, stop, **options):
 @pytest.mark.parametrize(
     ("stop", "options"),
     [
-        (2, {}),  # gates move in the first four epochs; the fifth and the sixth train what was cut
-        (4, {}),
+        (4, {}),  # gates move in the first four epochs; the fifth and the sixth train what was cut
         (6, {}),
         (3, {"budget": [0.6, 0.3]}),
         (8, {"budget": [0.6, 0.3]}),  # networks that wait for their training are in the file, too
-        (4, {"budget": [0.5, 0.25], "finetune": 0}),
-        (2, {"kind": lambda: Mlp(dropout=0.2), "generator": True}),  # random numbers of the loader and of dropout
-        (6, {"kind": lambda: Mlp(dropout=0.2), "generator": True}),
+        (3, {"at_least": {"second": 9}, "multiple_of": 4}),
+        (3, {"distil": (0.5, 2.0)}),
+        (6, {"kind": lambda: Mlp(dropout=0.2), "generator": True}),  # random numbers of the loader and of dropout
     ],
 )
 def test_in_each_phase(tmp_path, stop, options):
@@ -105,20 +97,6 @@ run(path=sys.argv[1], callbacks=[lambda entry: entry["epoch"] == 3 and os.kill(o
 """
 
 
-@pytest.mark.slow  # starts a process
-def test_a_killed_process(tmp_path):
-    """SIGKILL in one process, and on in another."""
-    root = Path(pyro_l0.__file__).parents[1]
-    path = tmp_path / "run.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(root)}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(path)]
-    killed = subprocess.run(command, cwd=root, env=environment, stderr=subprocess.PIPE, check=False, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    whole, resumed = run(), run(path=path, resume=True)
-    assert same(resumed.network, whole.network)
-    assert resumed.history == whole.history
-
-
 @pytest.mark.slow
 def test_a_file_of_another_run_is_refused(tmp_path):
     """By the name of what differs."""
@@ -134,6 +112,8 @@ def test_a_file_of_another_run_is_refused(tmp_path):
         ({"accumulate": 2}, "steps"),
         ({"pretrained": False}, "pretrained"),
         ({"autocast": torch.bfloat16}, "autocast"),
+        ({"at_least": {"second": 9}, "multiple_of": 4}, "at_least, multiple_of"),
+        ({"distil": (0.5, 2.0)}, "distil"),
         ({"make_optimiser": lambda parameters: torch.optim.SGD(parameters, 0.1)}, "optimiser"),
         ({"generator": True}, "loader's generators"),
     ):

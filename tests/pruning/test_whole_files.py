@@ -1,6 +1,5 @@
 """The file of a run: whole at every moment, held by one process, and refused by name when it is anything else."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -24,12 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an 
 ROOT = Path(pyro_l0.__file__).parents[1]
 
 
-def run(path, stop=None, resume=False, loss=F.mse_loss, kind=torch.float32, **options):
+def run(path, stop=None, resume=False, loss=F.mse_loss, **options):
     """Prune a small network from a seed; ``stop`` is the epoch whose end is not reached."""
     torch.manual_seed(3)
-    x = torch.randn(60, 4, dtype=kind)
+    x = torch.randn(60, 4)
     loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 20, shuffle=True)
-    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(kind)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     settings = {"epochs": 6, "finetune": 0.34, "pretrained": False, "callbacks": [stopping(stop)], **options}
     return prune_with(network, loss, loader, x[:2], 0.5, checkpoint=path, resume=resume, **settings)
 
@@ -75,32 +74,14 @@ def test_the_file_before_it_is_offered(stopped):
         run(stopped, resume=True)
 
 
-EDITS = {
-    "no step": lambda content: content["state"].pop("step"),
-    "no phase": lambda content: content["state"].update(phase=None),
-    "no optimiser": lambda content: content["state"]["phase"].pop("optimiser"),
-    "a text": lambda content: content["state"].update(cuts="none"),
-    "no such cut": lambda content: content["state"].update(tuned=7),
-    "another shape": lambda content: content["state"]["phase"]["network"].update({"0.weight": torch.ones(2, 2)}),
-    "another report": lambda content: content["state"]["cuts"][0].update(report={}),
-    "no process": lambda content: content.update(random=[]),
-    "no generator": lambda content: content["random"][0].pop("numpy"),
-    "half a generator": lambda content: content["random"][0].update(torch=torch.zeros(3, dtype=torch.uint8)),
-    "no description": lambda content: content.update(described=None),
-    "no dict": lambda content: content.update(state=[1.0]),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_edited_files_are_refused(stopped, edit):
-    """With the checksum that they had, and without one."""
+def test_an_edited_file_is_refused(stopped):
+    """With the checksum that it had, and without one."""
     content = torch.load(stopped, weights_only=True)
-    EDITS[edit](content)
+    content["state"]["phase"]["network"].update({"0.weight": torch.ones(2, 2)})
     unsigned = {key: value for key, value in content.items() if key != "sha256"}
-    another = "SHA-256 is another one than it was when saved"
     for written in (content, unsigned):
         torch.save(written, stopped)
-        with pytest.raises(ValueError, match=rf"run\.pt'.*{another}"):
+        with pytest.raises(ValueError, match=r"run\.pt'.*SHA-256 is another one than it was when saved"):
             run(stopped, resume=True)
 
 
@@ -149,20 +130,6 @@ def test_losses_have_texts_that_tell_them_apart():
     texts = [fingerprint(make()) for make in makers]
     assert texts == [fingerprint(make()) for make in makers]
     assert len(set(texts)) == len(texts)
-
-
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(stopped, monkeypatch):
-    """A full disk, say."""
-    content = stopped.read_bytes()
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        run(stopped, resume=True)
-    assert stopped.read_bytes() == content
-    assert sorted(file.name for file in stopped.parent.iterdir()) == ["run.pt", "run.pt.previous"]
 
 
 def test_no_link_is_written_through(tmp_path):
@@ -220,37 +187,3 @@ except ValueError as error:
 else:
     print("done")
 """
-
-
-def pair(path):
-    """What two processes say that start on one file at the same moment."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    both = [
-        subprocess.Popen([sys.executable, "-c", PAIR, path], env=environment, text=True, stdin=-1, stdout=-1, stderr=-1)
-        for _ in range(2)
-    ]
-    for process in both:
-        process.stdout.readline()
-    for process in both:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    ends = [process.communicate(timeout=120) for process in both]
-    return sorted(said.strip() or errors for said, errors in ends)
-
-
-@pytest.mark.slow  # starts processes
-def test_two_processes_on_one_file(tmp_path):
-    """One trains, the other is refused; the file can be read, and nothing else stays."""
-    path = tmp_path / "run.pt"
-    assert pair(path) == ["done", "refused"]
-    assert loaded(path) is not None
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.pt", "run.pt.previous"]
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_under_a_default_of_double_precision(kind):
-    """With a network of either type; the fixture of all tests gives float32 back."""
-    torch.set_default_dtype(torch.float64)
-    small = run(None, kind=kind).network
-    assert small[0].out_features == 3
-    assert small[0].weight.dtype == kind
