@@ -154,15 +154,6 @@ def test_inputs_of_another_size_are_refused(kind, size):
             small(torch.randn(2, 1, other, other))
 
 
-def test_networks_without_such_constants_accept_every_size():
-    net = shifted(nn.ReLU(), nn.Conv2d(3, 3, 3), *HEAD)
-    gates = {"1": torch.tensor([0.0, 1.0, 0.3])}
-    small, fixed = compact(net, gates, torch.randn(2, 1, 8, 8)).network, fix_gates(net, gates).eval()
-    for size in (6, 13):
-        x = torch.randn(3, 1, size, size)
-        torch.testing.assert_close(small(x), fixed(x), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("size", [(5, 5), (4, 6)])
 def test_larger_images_are_not_read_in_part(size):
     """The features behind a flattening are selected by place."""

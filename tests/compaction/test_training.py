@@ -183,13 +183,3 @@ def test_inputs_are_selected_once():
     with pytest.raises(KeyError), selected.of(net):
         raise KeyError
     torch.testing.assert_close(net(x[3:9]), expected, rtol=0, atol=0)
-
-
-def test_inputs_are_selected_anew_after_a_shrinking_that_removes_some():
-    """Another network, with a module of its own, may read the same inputs."""
-    selected, found = SelectedInputs(torch.arange(6.0).expand(2, 6)), []
-    for hidden, kept in ((3, [0, 2, 3, 5]), (2, [0, 2, 3, 5]), (2, [1, 4])):
-        with selected.of(pruned_inputs(nn.Linear(6, hidden), nn.Linear(hidden, 2), kept=kept)) as inputs:
-            assert inputs.tolist() == [kept, kept]
-            found.append(inputs)
-    assert found[0] is found[1]

@@ -192,13 +192,6 @@ def test_inputs_and_outputs_of_every_kind(kind):
     assert [value.shape for value in call.outputs] == [(2, 4), (2, 4)]
 
 
-def test_several_calls_share_the_parameters():
-    recording = record(several(), [torch.ones(2, 4), {"x": torch.ones(3, 4), "y": torch.ones(4)}])
-    assert len(recording.calls) == 2
-    weights = {operation.value("weight") for operation in recording.operations if operation.name == "aten::linear"}
-    assert len(weights) == 1
-
-
 def test_examples_are_refused_by_what_they_are():
     assert calls_of((torch.ones(1), 2))[0][0][1] == 2
     with pytest.raises(TypeError, match="Expected an example that is a tensor, a tuple"):
@@ -276,11 +269,6 @@ def test_checkpointed_blocks_frozen_networks_and_autocast():
     assert "_transformer_encoder_layer_fwd" not in names(recording)
     assert {operation.path for operation in recording.operations} >= {"block.linear1", "block.norm2"}
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_gates_are_checked_as_in_a_call():
-    with pytest.raises(ValueError, match="Expected 3 units in dimension -1 at gate 1"):
-        record(nn.Sequential(nn.Linear(4, 4), Gate(3)), torch.ones(2, 4))
 
 
 def test_arguments_have_their_names_and_defaults():

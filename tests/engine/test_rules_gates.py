@@ -14,17 +14,6 @@ def inputs(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_gates_on_the_inputs_select_columns():
-    """What the network is given stays; the first layer reads less of it."""
-    network = nn.Sequential(Gate(6), nn.Linear(6, 3))
-    analysis = examine(network, inputs(2, 6), {"0": torch.tensor([True, False, True, False, False, True])})
-    assert analysis.gates["0"].kept_in.tolist() == list(range(6))
-    assert analysis.gates["0"].kept_out.tolist() == [1, 3, 4]
-    assert analysis.kept["1.weight"][1].tolist() == [1, 3, 4]
-    assert analysis.removed["0"].tolist() == [0, 2, 5]
-    assert analysis.reasons["0"] == {0: "network input", 2: "network input", 5: "network input"}
-
-
 def test_gates_on_the_outputs_fill_in_zeros():
     network = nn.Sequential(nn.Linear(6, 3), Gate(3))
     analysis = examine(network, inputs(2, 6), {"1": torch.tensor([True, False, True])})
@@ -67,13 +56,6 @@ def test_calls_of_one_gate_have_one_size():
     assert analysis.gates["gate"].kept_in.tolist() == [0, 1, 2, 3]
     assert analysis.gates["gate"].kept_out.tolist() == [1, 2]
     assert len(analysis.kept["two.weight"][0]) == 4
-
-
-def test_everything_closed_keeps_one_unit():
-    network = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), Gate(4), nn.Linear(4, 5), nn.ReLU(), Gate(5), nn.Linear(5, 2))
-    analysis = examine(network, inputs(2, 6), fraction=1.0)
-    assert [len(analysis.gates[site].kept_out) for site in ("2", "5")] == [1, 1]
-    assert set(analysis.reasons["2"].values()) == {"the last of its dimension"}
 
 
 def test_constants_that_stay_are_still_computed():

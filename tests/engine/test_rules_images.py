@@ -61,15 +61,6 @@ def test_closed_channels_through_layers(name):
     assert not analysis.barriers
 
 
-def test_pixel_shuffle_leaves_in_whole_pixels():
-    """Of eight channels, those of one output channel are four: only closing all of them lets them leave."""
-
-    for units, leaves in (([0, 1, 2], []), ([0, 1, 2, 3, 5], [0, 1, 2, 3]), ([4, 5, 6, 7], [4, 5, 6, 7])):
-        closed = {"gate": torch.zeros(8, dtype=torch.bool)}
-        closed["gate"][units] = True
-        assert examine(Between(nn.PixelShuffle(2)), images(), closed).removed["gate"].tolist() == leaves
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_convolutions(transposed):
     """Whole groups leave, or the same channels of every group; other channels stay."""
@@ -82,18 +73,6 @@ def test_grouped_convolutions(transposed):
         assert analysis.removed["gate"].tolist() == leaves
         if leaves == [0, 1, 2, 3]:
             assert analysis.kept["out.weight"][1].tolist() == [3, 4, 5]
-
-
-def test_gates_behind_grouped_convolutions_and_group_norms():
-    """Closed outputs leave in whole groups, so that the gate selects, or where they make whole groups."""
-
-    layers = [nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=2), nn.GroupNorm(2, 8), Gate(8, 1), nn.Conv2d(8, 2, 1)]
-    closed = {"3": torch.tensor([True] * 4 + [False, True, False, True])}
-    analysis = examine(nn.Sequential(*layers), images(), closed)
-    assert analysis.gates["3"].kept_in.tolist() == [4, 5, 6, 7]
-    assert analysis.gates["3"].kept_out.tolist() == [4, 6]
-    assert analysis.kept["0.weight"][0].tolist() == [4, 5, 6, 7]
-    assert analysis.reasons["3"] == dict.fromkeys((5, 7), "native_group_norm in 2")
 
 
 def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():

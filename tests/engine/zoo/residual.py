@@ -35,8 +35,8 @@ class Bottleneck(nn.Module):
         return self.relu(h)
 
 
-def resnet(layers=(3, 4, 6, 3), width=4, norm=nn.BatchNorm2d):
-    """ResNet-50's plan at a small width, with a gate on what the head reads."""
+def resnet(layers=(1, 2, 1, 1), width=4, norm=nn.BatchNorm2d):
+    """ResNet-50's blocks at a small width, with a gate on what the head reads."""
     stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True))
     blocks, read = [], width
     for stage, count in enumerate(layers):
@@ -128,7 +128,7 @@ def _all(size):
 
 ENTRIES = {
     "resnet50": Entry(
-        resnet, images(16), shapes={"1.0.narrow.0.weight": (2, 4, 1, 1), "1.5.filter.0.weight": (4, 4, 3, 3)},
+        resnet, images(16), shapes={"1.0.narrow.0.weight": (2, 4, 1, 1), "1.2.filter.0.weight": (4, 4, 3, 3)},
     ),
     "resnet_group_norm": Entry(
         lambda: resnet((1, 1, 1), norm=_groups_of(2)), images(), second_half,
