@@ -26,21 +26,13 @@ _NEGLIGIBLE = -14.0  # log of the weight, relative to the largest, below which a
 
 @dataclass(frozen=True)
 class Posterior:
-    """What is compared with a fit.
-
-    Args:
-        inclusion: P(z_j = 1 | y), shape ``(p,)``.
-        mean: E[z_j w_j | y], shape ``(p,)``.
-        sd: standard deviation of z_j w_j, shape ``(p,)``.
-        log_evidence: log p(y) with every constant.
-        hyper: posterior means of sigma, log sigma, tau, log tau and rate, of those that are not known.
-    """
+    """What is compared with a fit: of each feature P(z = 1 | y), and mean and standard deviation of z w."""
 
     inclusion: Tensor
     mean: Tensor
     sd: Tensor
-    log_evidence: float
-    hyper: dict[str, float]
+    log_evidence: float  # with every constant
+    hyper: dict[str, float]  # means of sigma, log sigma, tau, log tau and rate, of those that are not known
 
 
 def all_gates(p: int) -> Tensor:
@@ -51,13 +43,8 @@ def all_gates(p: int) -> Tensor:
 class GaussianPosterior:
     """The posterior over all gate vectors (rows) and all nodes of a grid of hyperparameters (columns).
 
-    Args:
-        x: features, shape ``(n, p)`` in float64.
-        y: observations, shape ``(n,)``.
-        sigma: standard deviation of the noise, or the log density of its prior.
-        tau: standard deviation of the slab, or the log density of its prior.
-        rate: P(z_j = 1), or the two parameters of its Beta prior.
-        size: nodes for each unknown of sigma and tau.
+    Sigma and tau are numbers or the log densities of their priors, the rate a number or the two parameters of its Beta
+    prior. There are ``size`` nodes for each unknown of sigma and tau.
     """
 
     def __init__(

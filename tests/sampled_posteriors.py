@@ -23,17 +23,10 @@ _BLOCK = 2**23  # linear predictors that are made at a time
 
 @dataclass(frozen=True)
 class Problem:
-    """A regression with known hyperparameters.
-
-    Args:
-        x: features, shape ``(n, p)``.
-        log_likelihood: from linear predictors, shape ``(..., n)``, to a term for each observation.
-        tau: standard deviation of the slab.
-        rate: P(z = 1).
-    """
+    """A regression with known hyperparameters."""
 
     x: Tensor
-    log_likelihood: Callable[[Tensor], Tensor]
+    log_likelihood: Callable[[Tensor], Tensor]  # from linear predictors to a term for each observation
     tau: float
     rate: float
 
@@ -68,14 +61,9 @@ class ChainPosterior:
 
 
 def importance_sampled_posterior(problem: Problem, count: int, seed: int) -> SampledPosterior:
-    """Every gate vector, its evidence by importance sampling with t proposals at the mode.
+    """Every gate vector, its evidence by importance sampling with so many draws of t proposals at the mode.
 
     Closed slabs keep their prior and drop out, so only the open ones are sampled.
-
-    Args:
-        problem: what to integrate.
-        count: draws for each gate vector.
-        seed: of the draws.
     """
     generator = torch.Generator().manual_seed(seed)
     n, p = problem.x.shape
@@ -107,11 +95,7 @@ def _evidence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log evidence, mean and mean square of the open coefficients, and effective share of the draws, by gate vector.
 
-    Args:
-        problem: as above.
-        chosen: the open features of each gate vector, shape ``(m, k)``.
-        count: draws for each.
-        generator: of the draws.
+    ``chosen`` has the open features of each gate vector, shape ``(m, k)``.
     """
     m, k = chosen.shape
     x = problem.x.T[chosen]  # m k n
@@ -137,12 +121,7 @@ def _log_slab(beta: Tensor, tau: float) -> Tensor:
 
 
 def _mode(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Posterior modes of the open coefficients and the precisions there, by Newton's steps with backtracking.
-
-    Args:
-        problem: as above.
-        x: the open features of each gate vector, shape ``(m, k, n)``.
-    """
+    """Posterior modes of the open coefficients and the precisions there, by Newton's steps with backtracking."""
     m, k, _ = x.shape
     beta = torch.zeros(m, k, dtype=torch.float64)
     prior = torch.eye(k, dtype=torch.float64) / problem.tau**2
@@ -177,13 +156,6 @@ def long_chain_posterior(problem: Problem, steps: int, chains: int, seed: int, b
     A step of each chain takes a random feature and proposes its gate and slab anew, then takes a random open and a
     random closed feature and proposes to exchange them. A slab is proposed from a normal that depends on the other
     coefficients alone, so both moves are reversible.
-
-    Args:
-        problem: what to sample.
-        steps: of each chain.
-        chains: how many, side by side.
-        seed: of all draws.
-        burn: share of the steps that is left out.
     """
     torch.manual_seed(seed)
     p = problem.x.shape[1]

@@ -48,17 +48,7 @@ LIKELIHOODS: dict[str, Callable[[Tensor, Tensor], TorchDistribution]] = {
 
 @dataclass(frozen=True)
 class Design:
-    """Data and a model of them.
-
-    Args:
-        name: in tables.
-        x: features, shape ``(n, p)``.
-        y: observations, shape ``(n,)``.
-        family: a key of ``LIKELIHOODS``.
-        sigma: scale of the noise, or its prior; where the family has one.
-        tau: standard deviation of the slab, or its prior.
-        rate: P(z = 1), or its prior.
-    """
+    """Data and a model of them; scales and rate are numbers or priors."""
 
     name: str
     x: Tensor

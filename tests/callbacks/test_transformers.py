@@ -81,16 +81,6 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path):
         of.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_another_training_is_refused(tmp_path):
-    of = trainer(tmp_path, classifier(), save_strategy="steps", save_steps=30, max_steps=30)
-    of.train()
-    of = trainer(tmp_path, classifier())
-    of.add_callback(BudgetCallback(of, EXAMPLE, 0.8))
-    with pytest.raises(ValueError, match=r"after 0 of 60 steps, .* but the trainer is at 30 of 60"):
-        of.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
-
-
 def test_a_trainer_that_would_return_another_model_is_refused(tmp_path):
     options = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}
     with pytest.raises(ValueError, match="Expected a Trainer without load_best_model_at_end"):

@@ -80,24 +80,6 @@ def test_out_that_is_a_file(capfd, monkeypatch, tmp_path):
         assert "Expected out to be a folder that can be written to" in line
 
 
-def test_a_full_disk_ends_with_one_line_and_the_old_checkpoint(capfd, monkeypatch, tmp_path):
-    """The status is 1: the options were right."""
-    mnist.main(Options(epochs=1, lam=(0.05,), out=tmp_path))
-    capfd.readouterr()
-    before = (tmp_path / "checkpoint.pt").read_bytes()
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    status, line = refused(capfd, monkeypatch, "--resume", "--lam", "0.05", "--epochs", "2", "--out", tmp_path)
-    assert status == 1
-    assert "No space left on device" in line
-    assert "checkpoint.pt" in line
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
-    assert not list(tmp_path.glob("*.tmp"))
-
-
 def test_mistakes_in_the_program_keep_their_traceback(monkeypatch):
     """They are not the user's."""
     monkeypatch.setattr(sys, "argv", ["mnist.py"])
@@ -163,28 +145,6 @@ def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
     resumed = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=out, resume=True))
     straight = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=tmp_path / "straight"))
     assert without_seconds(resumed) == without_seconds(straight)
-
-
-def test_two_runs_in_one_folder(tmp_path):
-    """The second is refused by the first's number; one that was killed stops nobody."""
-    code = """
-import fcntl, time
-file = open(sys.argv[1], "a+")
-fcntl.lockf(file, fcntl.LOCK_EX)
-print("process 7 on mars", file=file, flush=True)
-print(flush=True)
-time.sleep(60)
-"""
-    process = start(code, tmp_path / ".run.lock")
-    process.stdout.readline()
-    with pytest.raises(ValueError, match=r"\.run' .* no other run writes, but process 7 on mars holds it"):
-        mnist.main(Options(epochs=1, out=tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
-    process.kill()
-    process.communicate()
-    with command.folder(tmp_path):
-        pass
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_training_that_diverges(capfd, monkeypatch, tmp_path):

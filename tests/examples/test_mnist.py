@@ -1,6 +1,5 @@
 """The main example: what it writes, what it refuses, and that a killed run ends like an uninterrupted one."""
 
-import copy
 import dataclasses
 import itertools
 import json
@@ -15,7 +14,6 @@ from common.networks import mlp
 from mnist import Options
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn.gate import name_gates
-from pyro_l0.training.epochs import checksum
 from tests.examples.killing import run_and_kill, without_seconds
 
 KEYS = {
@@ -58,31 +56,6 @@ def test_kill_and_resume(tmp_path):
     resumed = mnist.main(Options(epochs=6, out=killed, resume=True))
     straight = mnist.main(Options(epochs=6, out=tmp_path / "straight"))
     assert without_seconds(resumed) == without_seconds(straight)
-
-
-@pytest.mark.slow
-def test_bad_checkpoints(tmp_path):
-    """Of another run, and damaged: refused by name, and the one before is offered."""
-    mnist.main(Options(epochs=2, out=tmp_path))
-    for other, name in (({"objective": "free_energy"}, "objective"), ({"learning_rate": 0.002}, "learning_rates")):
-        with pytest.raises(ValueError, match=rf"differs in .*{name}"):
-            mnist.main(Options(**other, epochs=2, out=tmp_path, resume=True))
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    previous = tmp_path / "checkpoint.pt.previous"
-    with pytest.raises(ValueError, match=f"checkpoint.pt.*rename '{previous}'"):
-        mnist.main(Options(epochs=2, out=tmp_path, resume=True))
-    previous.replace(path)
-    assert len(mnist.main(Options(epochs=2, out=tmp_path, resume=True))["history"]) == 2
-
-
-def test_checkpoint_of_other_averages(tmp_path, monkeypatch):
-    """What they reach back over is part of what a checkpoint must agree in."""
-    monkeypatch.setattr("common.mnist_run.AVERAGE_POWER", 4)
-    mnist.main(Options(epochs=1, out=tmp_path))
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"averages"):
-        mnist.main(Options(epochs=2, out=tmp_path, resume=True))
 
 
 @pytest.mark.slow
@@ -204,35 +177,6 @@ def places(state, at=()):
     for key, value in state.items() if isinstance(state, dict) else ():
         yield (*at, key)
         yield from places(value, (*at, key))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_lacks_an_entry_is_refused(trained, tmp_path, monkeypatch):
-    """Whichever it is: whole as a file, and no training starts from it."""
-    monkeypatch.setattr(mnist.Run, "train_epoch", lambda run: pytest.fail("it went on"))
-    images = load_digits()
-    monkeypatch.setattr("common.data.load_digits", lambda: images)
-    whole = torch.load(trained, weights_only=True)
-    del whole["sha256"]
-    # The baseline is that of an estimator which this run has not; of nine parameters' moments two stand for all.
-    tried = [x for x in places(whole["state"]) if x[-1] != "baseline" and not set(x) & set(range(1, 8))]
-    assert {len(place) for place in tried} == {1, 2, 3, 4}
-    states = []
-    for place in tried:
-        states.append(copy.deepcopy(whole["state"]))
-        holder = states[-1]
-        for key in place[:-1]:
-            holder = holder[key]
-        del holder[place[-1]]
-    history = whole["state"]["history"]
-    shorter = [history[0], {name: value for name, value in history[1].items() if name != "weights_left"}]
-    states += [{**whole["state"], "history": other} for other in (history[1:], shorter, 2)]
-    states.append({**copy.deepcopy(whole["state"]), "steps": float("nan")})
-    for state in states:
-        content = {**whole, "state": state}
-        torch.save({**content, "sha256": checksum(content)}, tmp_path / "checkpoint.pt")
-        with pytest.raises(ValueError, match=r"checkpoint\.pt', but it can't be read"):
-            mnist.main(Options(out=tmp_path, resume=True, **WHOLE))
 
 
 def test_fewer_epochs_than_the_checkpoint_has(tmp_path):

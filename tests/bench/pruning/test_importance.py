@@ -91,18 +91,6 @@ def test_taylor_and_fisher_by_hand():
     torch.testing.assert_close(fisher, 2 * slopes.square().mean(0))
 
 
-def test_prices_are_what_leaves():
-    """With every gate open, a unit's price is what the compacted network without it saves."""
-    network, gated, example = residual()
-    units = Units(gated, example)
-    prices, total = units.prices(), counted(network, example)
-    for site, gate in units.gates.items():
-        closed = {name: torch.ones_like(other) for name, other in units.gates.items()}
-        closed[site] = (torch.arange(len(gate)) != 1).float()
-        left = counted(compact(gated.eval(), closed, example).network, example)
-        assert prices[site][1].item() == pytest.approx(1 - left / total, abs=1e-6)
-
-
 @pytest.mark.parametrize("budget", [0.6, 0.3, 0.1])
 def test_closing_meets_the_budget(budget):
     """The least units are closed, none that still fits, and every site keeps its best."""
