@@ -166,7 +166,7 @@ def test_types_of_arguments(name, argument):
 
 @pytest.mark.parametrize("bad", [{"1": 3}, {1: torch.ones(3)}])
 def test_gates_of_prune_are_gates(bad):
-    with pytest.raises(TypeError, match=r"Expected gates\[.*\] to be a Gate, but got a value of type"):
+    with pytest.raises(TypeError, match=r"Expected gates\[.*\] to be a Gate or an L0Gate, but got a value of type"):
         prune(**pruned(), gates=bad)
 
 
