@@ -1,5 +1,5 @@
-"""The same numbers in less time. Every faster way, a door, has a plain twin, which :func:`disabled` takes."""
+"""The same numbers in less time. Every faster way has a flag and a plain twin, which :func:`disabled` takes."""
 
-from pyro_l0.fast.switch import Door, disabled, is_open
+from pyro_l0.fast.switch import Flag, disabled, is_on
 
-__all__ = ["Door", "disabled", "is_open"]
+__all__ = ["Flag", "disabled", "is_on"]

@@ -9,45 +9,45 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["Door", "disabled", "is_open"]
+__all__ = ["Flag", "disabled", "is_on"]
 
-Door = Literal["record", "joint_draws", "kl", "deferred_products"]
+Flag = Literal["record", "joint_draws", "kl", "gated_weights"]
 
-_closed: ContextVar[frozenset[Door]] = ContextVar("_closed", default=frozenset())
+_off: ContextVar[frozenset[Flag]] = ContextVar("_off", default=frozenset())
 
 
 @contextmanager
-def disabled(*doors: Door) -> Iterator[None]:
+def disabled(*flags: Flag) -> Iterator[None]:
     """A context without the faster ways: the same numbers up to rounding, in more time.
 
     Code that ``torch.compile`` traces uses plain formulas anyway, and records sites without Pyro's messages.
 
     Args:
-        doors: names of the faster ways to close; all if none is given. ``"record"``: a loss records sites without
+        flags: names of the faster ways to switch off; all if none is given. ``"record"``: a loss records sites without
             Pyro's messages, and so can draw jointly. ``"joint_draws"``: gates of one kind are drawn, priced and
             integrated as one vector. ``"kl"``: the closed form is one node with written-out derivatives, computed in
-            blocks. ``"deferred_products"``: gates multiply the weights of the next layer.
+            chunks. ``"gated_weights"``: gates multiply the weights of the next layer.
 
     Raises:
-        ValueError: there is no such door.
+        ValueError: there is no such flag.
 
     Example:
         >>> with disabled("kl"):
-        ...     is_open("kl"), is_open("record")
+        ...     is_on("kl"), is_on("record")
         (False, True)
     """
-    known = get_args(Door)
-    unknown = [door for door in doors if door not in known]
+    known = get_args(Flag)
+    unknown = [flag for flag in flags if flag not in known]
     if unknown:
-        raise ValueError(f"Expected doors among {known}, but got {unknown}.")
-    token = _closed.set(_closed.get() | frozenset(doors or known))
+        raise ValueError(f"Expected flags among {known}, but got {unknown}.")
+    token = _off.set(_off.get() | frozenset(flags or known))
     try:
         yield
     finally:
-        _closed.reset(token)
+        _off.reset(token)
 
 
-def is_open(door: Door) -> bool:
-    """Whether a faster way, named as in :func:`disabled`, is open; the example is there."""
+def is_on(flag: Flag) -> bool:
+    """Whether a faster way, named as in :func:`disabled`, is taken; the example is there."""
     # A context variable can't be traced.
-    return torch.compiler.is_compiling() or door not in _closed.get()
+    return torch.compiler.is_compiling() or flag not in _off.get()

@@ -15,7 +15,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_l0.fast.switch import is_open
+from pyro_l0.fast.switch import is_on
 
 __all__ = ["Record", "Site", "is_deterministic", "is_likelihood", "sample", "sole_record"]
 
@@ -109,7 +109,7 @@ def sole_record() -> Record | None:
     What collects parameters alone, as ``SVI.step`` does, passes over sites.
     """
     stack = runtime._PYRO_STACK
-    if not stack or type(stack[-1]) is not Record or not is_open("record"):
+    if not stack or type(stack[-1]) is not Record or not is_on("record"):
         return None
     # A subclass may do more.
     alone = all(type(handler) is TraceMessenger and handler.param_only for handler in stack[:-1])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.fast.switch import is_open
+from pyro_l0.fast.switch import is_on
 from pyro_l0.maths.host import Context, apply, transformed
 from pyro_l0.maths.quadrature import Nodes, Rule, Stretch
 from pyro_l0.maths.special import Number, expm1, klterm_from_ratio, last, log, plain_psi, psi
@@ -196,20 +196,20 @@ def _slope_temperature(e: _Ends, l0: Tensor, l1: Tensor, stretch: Stretch) -> Te
 
 
 # Gates that are worked on at a time in main memory: their temporaries stay in the processor's cache.
-_BLOCK = 2**16
+_CHUNK = 2**16
 
 
-def _in_blocks(function: Callable[..., list[Tensor | None]], stretch: Stretch, *args: Number) -> list[Tensor | None]:
-    """Apply an elementwise function of equally shaped tensors block by block, where that is faster and possible."""
+def _in_chunks(function: Callable[..., list[Tensor | None]], stretch: Stretch, *args: Number) -> list[Tensor | None]:
+    """Apply an elementwise function of equally shaped tensors chunk by chunk, where that is faster and possible."""
     first = next(x for x in args if isinstance(x, Tensor))
     size = first.numel()
     whole_only = first.device.type != "cpu" or torch.is_grad_enabled() or isinstance(stretch.t0, Tensor)
-    if size <= _BLOCK or whole_only:
+    if size <= _CHUNK or whole_only:
         return function(*args)
     flat = [_flat(x) if isinstance(x, Tensor) else x for x in args]
     out: list[Tensor | None] = []
-    for start in range(0, size, _BLOCK):
-        stop = min(start + _BLOCK, size)
+    for start in range(0, size, _CHUNK):
+        stop = min(start + _CHUNK, size)
         part = function(*(x[start:stop] if isinstance(x, Tensor) else x for x in flat))
         if not out:
             out = [None if y is None else torch.empty(size, dtype=y.dtype) for y in part]
@@ -267,13 +267,13 @@ class _SameTemperature(torch.autograd.Function):
 def _at_once(
     ctx: Context[tuple[float, Stretch, Rule]], log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number
 ) -> list[Tensor | None]:
-    """The value and its slopes, block by block."""
+    """The value and its slopes, chunk by chunk."""
     _, stretch, rule = ctx.options
 
-    def block(q: Tensor, p: Tensor, t: Number) -> list[Tensor | None]:
+    def chunk(q: Tensor, p: Tensor, t: Number) -> list[Tensor | None]:
         return _value_and_slopes(q, p, t, stretch, rule, ctx.needs_input_grad[:3])
 
-    return _in_blocks(block, stretch, log_alpha_q, log_alpha_p, temperature)
+    return _in_chunks(chunk, stretch, log_alpha_q, log_alpha_p, temperature)
 
 
 def same_temperature(
@@ -290,7 +290,7 @@ def same_temperature(
     log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand_as(log_alpha_q)
-    if transformed() or not is_open("kl"):
+    if transformed() or not is_on("kl"):
         return _closed_form(log_alpha_q, log_alpha_p, temperature, stretch, rule)
     return apply(_SameTemperature, log_alpha_q, log_alpha_p, temperature, stretch, rule)
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.fast.products import defer_product, may_be_in_block, may_defer, multiply_along
+from pyro_l0.fast.products import gated_product, may_be_gated, may_be_in_block, multiply_along
 from pyro_l0.infer.record import sample
 
 
@@ -44,8 +44,8 @@ class GateLayer(nn.Module):
     def multiply(self, x: Tensor, z: Tensor, dim: int, in_block: bool) -> Tensor:
         """Multiply units by their gates ``z``; where that is cheaper, the layer behind does it with its weights."""
         is_last = dim in (-1, x.dim() - 1)
-        if self.size > 1 and not in_block and x.dim() > 1 and (is_last or dim == 1) and may_defer(x, z):
-            return defer_product(x, z, -1 if is_last else 1)
+        if self.size > 1 and not in_block and x.dim() > 1 and (is_last or dim == 1) and may_be_gated(x, z):
+            return gated_product(x, z, -1 if is_last else 1)
         return multiply_along(x, z, dim)
 
 
@@ -176,8 +176,7 @@ class Gate(GateLayer):
 
     Note:
         The layer behind may apply the gates to its weights instead. So ask for a gradient of the output itself
-        (``retain_grad``, ``register_hook``) before anything uses the output, a flattening or another gate included. If
-        maps are used as well as their flattened features, change neither in place.
+        (``retain_grad``, ``register_hook``) before a layer or another gate reads the output.
 
         Without a guide, loss or other Pyro handler that gives the gates a value, they are drawn from the prior. In eval
         mode, and when gradients pass repeatedly, this warns once per network: use :func:`~pyro_l0.nn.fix_gates`. Such

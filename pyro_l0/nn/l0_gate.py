@@ -22,7 +22,7 @@ from pyro_l0.distributions import (
 from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, sum_open
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.products import has_top_hooks, may_be_in_block
-from pyro_l0.fast.switch import is_open
+from pyro_l0.fast.switch import is_on
 from pyro_l0.nn.gate import GateLayer, check_units, gate_names, keep_being_called
 
 __all__ = ["FAMILIES", "L0Gate", "NetworkGates", "penalty"]
@@ -295,7 +295,7 @@ def draw(gates: Sequence[L0Gate]) -> Sequence[Tensor]:
 
 
 def _sample(each: Sequence[GateDistribution]) -> Sequence[Tensor]:
-    if len(each) > 1 and is_open("joint_draws") and concatenate(each) is not None:
+    if len(each) > 1 and is_on("joint_draws") and concatenate(each) is not None:
         return each[0].draw_jointly(each).draws
     return [gates.rsample() for gates in each]
 

@@ -84,7 +84,7 @@ def distributions(way: Way) -> Iterator[tuple[str, Entry]]:
 def plain(name: str) -> AbstractContextManager[Any]:
     """The plain ways that leave an entry's random numbers as they are."""
     some = any(part in name for part in IN_ANOTHER_ORDER)
-    return fast.disabled(*(("kl", "deferred_products") if some else ()))
+    return fast.disabled(*(("kl", "gated_weights") if some else ()))
 
 
 def steps(way: Way) -> Iterator[tuple[str, Entry]]:

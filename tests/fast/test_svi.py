@@ -76,7 +76,7 @@ def test_the_same_steps_by_svi_as_by_a_torch_optimiser(objective):
 
 def test_the_short_way_to_a_site_is_bit_equal():
     """That alone, with products, joint draws and closed forms computed plainly on both sides."""
-    with fast.disabled("joint_draws", "kl", "deferred_products"):
+    with fast.disabled("joint_draws", "kl", "gated_weights"):
         losses, parameters, _ = by_svi("free_energy")
     with fast.disabled():
         slow, of_slow, _ = by_svi("free_energy")

@@ -18,7 +18,7 @@ from torch.distributions import Distribution, Transform, biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate, innermost
-from pyro_l0.fast.switch import is_open
+from pyro_l0.fast.switch import is_on
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.slabs import Part, fits
 
@@ -176,7 +176,7 @@ class MeanField:
     def draw_for(self, record: Record) -> dict[str, Tensor]:
         """Sample every site, outside of plates, for a loss that needs sites alone: gates of one kind in one draw."""
         values: dict[str, Tensor] = {}
-        for names in self._groups if is_open("joint_draws") else []:
+        for names in self._groups if is_on("joint_draws") else []:
             gates, fns = zip(*map(self._gates, names), strict=True)
             joint = gates[0].draw_jointly(gates)
             for name, fn, draw in zip(names, fns, joint.draws, strict=True):

@@ -1,6 +1,6 @@
 """What each of the faster ways buys: python tests/bench/steps/bench_fast.py
 
-Training steps with one door of ``pyro_l0.fast`` closed, over the same steps with all open; MLP 784-300-100 at several
+Training steps with one flag of ``pyro_l0.fast`` closed, over the same steps with all on; MLP 784-300-100 at several
 batch sizes, fused Adam, and with ``--wrn DEPTH WIDTH`` a wide residual network at a batch of 128 in place of it. One
 network takes all ways in turn, in one process and on one thread. Times are the process's own, so that a machine that
 does other work disturbs them little; printed is the median over ``--rounds`` rounds of the ratio within a round.
@@ -29,10 +29,10 @@ from pyro_l0.nn.square_norms import square_norms
 from tests.bench.steps.bench_step import GROUP_SIZES, LAM, NUM_DATA, SIZES, Model
 from tests.bench.timing import Step, medians, options_of, seconds_in_turn
 
-# The doors that a loss passes; "all" closes every one.
-DOORS: dict[Objective, tuple[str, ...]] = {
-    "l0": ("joint_draws", "deferred_products", "record", "all"),
-    "free_energy": ("joint_draws", "kl", "deferred_products", "record", "all"),
+# The flags that a loss meets; "all" switches every one off.
+FLAGS: dict[Objective, tuple[str, ...]] = {
+    "l0": ("joint_draws", "gated_weights", "record", "all"),
+    "free_energy": ("joint_draws", "kl", "gated_weights", "record", "all"),
 }
 
 
@@ -72,43 +72,43 @@ def wrn_step(depth: int, width: int, batch: int) -> Step:
     return step
 
 
-def closed(step: Step, door: str) -> Step:
+def without(step: Step, flag: str) -> Step:
     def run() -> None:
-        with fast.disabled(*(() if door == "all" else (door,))):
+        with fast.disabled(*(() if flag == "all" else (flag,))):
             step()
 
     return run
 
 
-def ratios(step: Step, doors: tuple[str, ...], rounds: int, repeats: int) -> tuple[float, dict[str, float]]:
-    """Median seconds of a step with all doors open, and the median ratio to it with each of some closed."""
-    steps = {"none": step, **{door: closed(step, door) for door in doors}}
+def ratios(step: Step, flags: tuple[str, ...], rounds: int, repeats: int) -> tuple[float, dict[str, float]]:
+    """Median seconds of a step with all flags on, and the median ratio to it with each of some off."""
+    steps = {"none": step, **{flag: without(step, flag) for flag in flags}}
     seconds = seconds_in_turn(steps, rounds, repeats, time.process_time)
     base = seconds.pop("none")
-    found = {door: [x / b for x, b in zip(values, base, strict=True)] for door, values in seconds.items()}
+    found = {flag: [x / b for x, b in zip(values, base, strict=True)] for flag, values in seconds.items()}
     return statistics.median(base), medians(found)
 
 
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--objectives", nargs="+", choices=DOORS, default=list(DOORS))
+    parser.add_argument("--objectives", nargs="+", choices=FLAGS, default=list(FLAGS))
     parser.add_argument("--batches", type=int, nargs="+", default=[100, 250, 500])
     parser.add_argument("--wrn", type=int, nargs=2, metavar=("DEPTH", "WIDTH"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.wrn is not None:
         depth, width = options.wrn
-        settings = [(f"WRN-{depth}-{width}, 128", lambda: wrn_step(depth, width, 128), DOORS["l0"], 1)]
+        settings = [(f"WRN-{depth}-{width}, 128", lambda: wrn_step(depth, width, 128), FLAGS["l0"], 1)]
     else:
         settings = [
-            (f"MLP, {objective}, {batch}", partial(mlp_step, objective, batch), DOORS[objective], 5)
+            (f"MLP, {objective}, {batch}", partial(mlp_step, objective, batch), FLAGS[objective], 5)
             for objective in options.objectives
             for batch in options.batches
         ]
-    for name, make, doors, repeats in settings:
-        base, found = ratios(make(), doors, options.rounds, repeats)
-        each = ", ".join(f"{door} {ratio:.3f}" for door, ratio in found.items())
+    for name, make, flags, repeats in settings:
+        base, found = ratios(make(), flags, options.rounds, repeats)
+        each = ", ".join(f"{flag} {ratio:.3f}" for flag, ratio in found.items())
         print(f"{name:24s}{1e3 * base:9.2f} ms a step; closed: {each}", flush=True)
 
 

@@ -1,8 +1,5 @@
-"""Products of gates that wait for the layer behind: values and gradients of plain products, whatever uses them."""
+"""Products with gates that the layer behind takes apart: values and gradients of plain products, whatever uses them."""
 
-import io
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +7,7 @@ from pyro import poutine
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_l0.fast.products import defer_product, multiply_along
+from pyro_l0.fast.products import gated_product, multiply_along
 from pyro_l0.nn import Gate
 from pyro_l0.nn.gate import name_gates
 
@@ -52,22 +49,22 @@ LAYERS = [
 
 @pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize(("dims", "options"), LAYERS, ids=str)
-def test_a_deferred_product_is_the_product(dims, options, needs_gradient):
+def test_a_layer_of_a_product(dims, options, needs_gradient):
     """Also twice differentiated. Groups and other paddings, sequences and inputs without a batch take it as it is."""
     x, z = factors(
         2 if dims else 5, 4, *[5] * dims, make=torch.randn, needs_gradient=needs_gradient, dtype=torch.double
     )
     layer = (getattr(nn, f"Conv{dims}d")(4, 6, 3, **options) if dims else nn.Linear(4, **options)).double()
     leaves, dim = [z, *layer.parameters(), *([x] if needs_gradient else [])], 1 if dims else -1
-    ours, plain = layer(defer_product(x, z, dim)), layer(multiply_along(x, z, dim))
+    ours, plain = layer(gated_product(x, z, dim)), layer(multiply_along(x, z, dim))
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     of_ours, of_plain = gradients(ours, leaves, twice=True), gradients(plain, leaves, twice=True)
     torch.testing.assert_close(of_ours, of_plain, rtol=1e-10, atol=1e-10)
     if not dims:
         sequence = torch.randn(2, 5, 4, dtype=torch.float64)
-        torch.testing.assert_close(layer(defer_product(sequence, z)), layer(sequence * z))
+        torch.testing.assert_close(layer(gated_product(sequence, z)), layer(sequence * z))
     elif not options:
-        torch.testing.assert_close(layer(defer_product(x, z, 1)[0]), layer(multiply_along(x, z, 1)[0]))
+        torch.testing.assert_close(layer(gated_product(x, z, 1)[0]), layer(multiply_along(x, z, 1)[0]))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,7 @@ def test_a_deferred_product_is_the_product(dims, options, needs_gradient):
 def test_every_other_use_sees_the_plain_product(use):
     x, z = factors(2, 4, 5, 5)
     y = torch.rand(4, requires_grad=True)
-    product, nested = defer_product(x, z, 1), defer_product(defer_product(x, z, 1), y, 1)
+    product, nested = gated_product(x, z, 1), gated_product(gated_product(x, z, 1), y, 1)
     plain = multiply_along(x, z, 1)
     torch.testing.assert_close(use(product), use(plain))
     torch.testing.assert_close(use(nested), use(multiply_along(plain, y, 1)))
@@ -94,7 +91,7 @@ def test_every_other_use_sees_the_plain_product(use):
 def test_two_gates_in_a_row_in_front_of_a_convolution():
     x, z = factors(2, 4, 5, 5, make=torch.randn)
     y, layer = torch.rand(4, requires_grad=True), nn.Conv2d(4, 3, 3)
-    nested, both = defer_product(defer_product(x, z, 1), y, 1), multiply_along(multiply_along(x, z, 1), y, 1)
+    nested, both = gated_product(gated_product(x, z, 1), y, 1), multiply_along(multiply_along(x, z, 1), y, 1)
     torch.testing.assert_close(layer(nested), layer(both))
     ours, plain = (gradients(layer(h), [x, z, y]) for h in (nested, both))
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
@@ -103,13 +100,13 @@ def test_two_gates_in_a_row_in_front_of_a_convolution():
 def test_functions_by_keyword_and_autocast():
     x, z = factors(5, 4)
     ones = torch.ones(1, 4)
-    product = defer_product(x, z)
-    for h in (product, product.clone(), defer_product(x, z)):  # used before, changed, and not used yet
+    product = gated_product(x, z)
+    for h in (product, product.clone(), gated_product(x, z)):  # used before, changed, and not used yet
         torch.testing.assert_close(F.linear(input=h, weight=ones), (x * z).sum(-1, keepdim=True))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for h in (product, defer_product(x, z)):
+        for h in (product, gated_product(x, z)):
             assert nn.Linear(4, 3)(h).dtype == torch.bfloat16
-        assert nn.Conv2d(4, 3, 3)(defer_product(*factors(2, 4, 5, 5), 1)).dtype == torch.bfloat16
+        assert nn.Conv2d(4, 3, 3)(gated_product(*factors(2, 4, 5, 5), 1)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -140,60 +137,8 @@ def test_gates_of_maps_and_of_the_features_behind_a_flattening(flatten, rows):
     torch.testing.assert_close(gradients(ours, leaves), gradients(plain, leaves))
 
 
-def test_a_flattening_keeps_a_product_waiting():
-    """None has the shape of the maps; of the features, one for both gates."""
-    x, z = factors(2, 3, 2, 2, units=3)
-    maps, features, layer = Gate(3, dim=1), Gate(12), nn.Linear(12, 4)
-    maps.site_name, features.site_name = "maps", "features"
-    y = torch.rand(12, requires_grad=True)
-    with poutine.condition(data={"maps": z, "features": y}), Products() as products:
-        layer(features(maps(x).flatten(1)))
-    assert (2, 3, 2, 2) not in products.shapes
-    assert products.shapes.count((2, 12)) == 1
-
-
-@pytest.mark.parametrize("changed", ["maps", "features", "some features"])
-def test_a_change_in_place_on_one_side_of_a_flattening(changed):
-    """It is seen on the same side; the other may not be used any more, having a memory of its own."""
-    x, z = factors(2, 3, 2, 2, units=3, make=torch.randn)
-
-    def change(maps, features):
-        if changed == "maps":
-            return maps.add_(1)
-        features.relu_() if changed == "features" else features[:, :5].mul_(2)
-        return features
-
-    maps, plain = defer_product(x, z, 1), x * z.view(3, 1, 1)
-    features = maps.flatten(1)
-    ours, expected = change(maps, features), change(plain, plain.flatten(1))
-    torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(gradients(ours, [x, z]), gradients(expected, [x, z]))
-    for use in (torch.sin, torch.vmap(torch.sin), lambda t: t.flatten(1)):
-        with pytest.raises(RuntimeError, match="changed in place"):
-            use(features if changed == "maps" else maps)
-
-
-def test_flattenings_without_gradients_in_transforms_and_beside_the_maps():
-    x, z = factors(2, 3, 2, 2, units=3, make=torch.randn)
-    product, layer = x * z.view(3, 1, 1), nn.Linear(12, 4)
-    with pytest.raises(TypeError, match="flatten"):
-        defer_product(x, z, 1).flatten(1, step=2)
-    maps = defer_product(x, z, 1)
-    with torch.no_grad():
-        flat = maps.flatten(1)
-    layer(flat).sum().backward()
-    assert x.grad is None
-    assert z.grad is None
-    torch.testing.assert_close(flat, product.detach().flatten(1))
-    maps = defer_product(x, z, 1)
-    torch.testing.assert_close(torch.vmap(lambda t: maps.flatten(1) + t)(torch.zeros(1))[0], product.flatten(1))
-    maps = defer_product(x, z, 1)
-    both, expected = (torch.cat([layer(h.flatten(1)).flatten(), h.flatten()]) for h in (maps, product))
-    torch.testing.assert_close(gradients(both, [x, z]), gradients(expected, [x, z]))
-
-
 @pytest.mark.parametrize(
-    ("shape", "layer", "deferred"),
+    ("shape", "layer", "by_weights"),
     [
         ((9, 4), nn.Linear(4, 3), True),
         ((2, 4), nn.Linear(4, 3), False),
@@ -203,32 +148,39 @@ def test_flattenings_without_gradients_in_transforms_and_beside_the_maps():
     ],
     ids=["fewer outputs than rows", "more outputs than rows", "frozen", "more features than kernels", "fewer features"],
 )
-def test_the_layer_behind_multiplies_its_weights_where_that_is_cheaper(shape, layer, deferred):
-    """Then no product has the shape of the features, forward or backward."""
+def test_the_layer_behind_multiplies_its_weights_where_that_is_cheaper(shape, layer, by_weights):
+    """Then no product of the backward pass has the shape of the features."""
     x, z = factors(*shape)
-    with poutine.condition(data={"gate": z}), Products() as products:
-        layer(Gate(4, dim=1)(x)).sum().backward()
-    assert (shape in products.shapes) is not deferred
-    assert layer.weight.shape in products.shapes or not deferred
+    with poutine.condition(data={"gate": z}):
+        loss = layer(Gate(4, dim=1)(x)).sum()
+    with Products() as products:
+        loss.backward()
+    assert (shape in products.shapes) is not by_weights
+    assert (layer.weight.shape in products.shapes) is by_weights
     expected = torch.autograd.grad(layer(multiply_along(x, z, 1)).sum(), [x, z])
     torch.testing.assert_close((x.grad, z.grad), expected)
 
 
 def test_a_product_whose_factors_have_changed():
-    """It was not computed in time: an error, not another value."""
-    x, z = factors(5, 4, needs_gradient=False)
-    product = defer_product(x, z)
+    """It stays what it was; where it was cut off from its graph, it has none."""
+    x, z = factors(5, 4, make=torch.randn, needs_gradient=False)
+    product, expected = gated_product(x, z), (x * z).detach()
     x.add_(1.0)
     for use in (F.relu, nn.Linear(4, 3), torch.vmap(torch.sin)):
-        with pytest.raises(RuntimeError, match="changed in place"):
-            use(product)
-    product, before = defer_product(x, z), (x * z).detach()
-    torch.testing.assert_close(product.detach(), before)
-    x.add_(1.0)
-    torch.testing.assert_close(product.detach(), before)
+        torch.testing.assert_close(use(product), use(expected))
+    first = gated_product(x, z)
+    first.relu_()
+    second = gated_product(first, z)
+    torch.testing.assert_close(nn.Identity()(second), F.relu(x * z) * z)
+    layer = nn.Linear(4, 3)
+    torch.testing.assert_close(layer(second), layer(F.relu(x * z) * z))
+    cut = gated_product(x, z)
+    cut.detach_()
+    nn.Linear(4, 3)(cut).sum().backward()
+    assert z.grad is None
 
 
-def test_no_product_waits_where_it_would_differ():
+def test_no_product_knows_its_factors_where_the_layer_would_differ():
     """Without gradients, which the layer behind would have, and with complex features. One without rows may."""
     x, z = factors(5, 4)
     gate, layer = Gate(4), nn.Linear(4, 3)
@@ -239,7 +191,7 @@ def test_no_product_waits_where_it_would_differ():
         layer(features).sum().backward()
         assert z.grad is None
         assert type(gate(torch.rand(5, 4, dtype=torch.complex64))) is torch.Tensor
-    empty = defer_product(torch.rand(0, 4), z)
+    empty = gated_product(torch.rand(0, 4), z)
     assert layer(empty).shape == (0, 3)
     assert (empty + 1).shape == (0, 4)
 
@@ -255,7 +207,7 @@ def test_no_product_waits_where_it_would_differ():
 )
 def test_a_layer_of_another_number_of_inputs_raises_its_own_error(layer, shape, message):
     with pytest.raises(RuntimeError, match=message):
-        layer(defer_product(*factors(*shape), 1))
+        layer(gated_product(*factors(*shape), 1))
 
 
 def test_weights_of_another_librarys_tensors_are_asked_what_to_do():
@@ -265,24 +217,14 @@ def test_weights_of_another_librarys_tensors_are_asked_what_to_do():
             return "asked"
 
     weight = torch.rand(3, 4).as_subclass(Other)
-    assert F.linear(defer_product(*factors(9, 4)), weight) == "asked"
-
-
-def test_a_product_that_is_asked_for_its_memory():
-    x, z = factors(5, 4)
-    assert defer_product(x, z).data_ptr() != 0
-    np.testing.assert_array_equal(defer_product(x, z).detach().numpy(), (x * z).detach().numpy())
-    file = io.BytesIO()
-    torch.save(defer_product(x, z).detach(), file)
-    file.seek(0)
-    torch.testing.assert_close(torch.load(file), (x * z).detach())
+    assert F.linear(gated_product(*factors(9, 4)), weight) == "asked"
 
 
 def test_gradients_of_the_product_itself():
     """A hook, a kept gradient, and a backward pass through several uses."""
     x, z = factors(5, 4)
     layer, seen = nn.Linear(4, 3), []
-    product = defer_product(x, z)
+    product = gated_product(x, z)
     product.retain_grad()
     product.register_hook(seen.append)
     (layer(product).sum() + product.square().sum()).backward()
@@ -292,7 +234,7 @@ def test_gradients_of_the_product_itself():
     torch.testing.assert_close(z.grad, (expected * x).sum(0).detach())
 
 
-def test_gates_do_not_defer_inside_transforms():
+def test_gates_inside_transforms():
     x, z = factors(6, 4)
     net = nn.Sequential(Gate(4), nn.Linear(4, 3))
     name_gates(net)
@@ -334,10 +276,10 @@ def test_what_never_asks_a_subclass_gets_the_product():
         return torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=True)
 
     for use in (changed, Double.apply, checkpointed, lambda h: Double.apply(h.mul_(2))):
-        ours, plain = backward(use(defer_product(x, z, 1))), backward(use(multiply_along(x, z, 1)))
+        ours, plain = backward(use(gated_product(x, z, 1))), backward(use(multiply_along(x, z, 1)))
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     dense, rows, gates = nn.Linear(6, 2), torch.randn(7, 6), torch.rand(6, requires_grad=True)
-    torch.testing.assert_close(torch.vmap(dense)(defer_product(rows, gates)), dense(rows * gates))
+    torch.testing.assert_close(torch.vmap(dense)(gated_product(rows, gates)), dense(rows * gates))
     dense.register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    dense(defer_product(rows, gates)).sum().backward()
+    dense(gated_product(rows, gates)).sum().backward()
     torch.testing.assert_close(gates.grad, (dense.weight.sum(0) * rows.sum(0)).detach())
