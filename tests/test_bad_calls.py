@@ -109,7 +109,6 @@ CALLS = {
     "BernoulliGate": (BernoulliGate, lambda: dict(logits=torch.zeros(2))),
     "HardConcrete.from_active_prob": (HardConcrete.from_active_prob, lambda: dict(active_prob=0.5)),
     "AutoGate": (AutoGate, lambda: dict(model=model)),
-    "AutoGate.close": (lambda **x: guide(AutoGate).close(**x), lambda: dict(name="z", places=torch.tensor([0]))),
     "AutoGate.keep": (lambda **x: of_network()[1].keep(**x), lambda: dict(units={"2": torch.tensor([0])})),
     "AutoSpikeSlab": (AutoSpikeSlab, lambda: dict(model=model, slab={"w": "z"})),
     "L0_ELBO": (L0_ELBO, dict),
@@ -138,7 +137,6 @@ CHECKED = {
     "BernoulliGate": "validate_args",
     "HardConcrete.from_active_prob": "active_prob one_given_active",
     "AutoGate": "init_active_prob init_jitter family_options",
-    "AutoGate.close": "places",
     "AutoGate.keep": "units",
     "AutoSpikeSlab": "slab init_scale init_loc hyper",
     "L0_ELBO": "slab square_norm vectorize_particles",
@@ -171,11 +169,9 @@ def test_gates_of_prune_are_gates(bad):
 
 
 def test_numbers_out_of_range():
-    """Counts of a check, names of credible sets, places of gates."""
+    """Counts of a check, names of credible sets."""
     for name in ("chains", "flips", "draws"):
         with pytest.raises(ValueError, match=f"Expected {name} of at least 1, but got -1"):
             check_fit(model, guide(), **{name: -1})
     with pytest.raises(ValueError, match=r"and names of all or none, but got .* and 2"):
         credible_sets(**gates_of_draws(), names=np.array(["a", "b"]))
-    with pytest.raises(TypeError, match=r"Expected places to be a tensor of indices, but got torch\.float32"):
-        guide(AutoGate).close("z", torch.zeros(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Self, TypeVar
@@ -176,10 +175,10 @@ class AutoGate(AutoGuide):
         create_plates: as in Pyro's guides.
 
     Raises:
-        TypeError: an option has the wrong type, or ``family`` is not a class of gates.
-        ValueError: a rate is outside (0, 1), or ``init_jitter`` is negative or not finite; when called, a rate names a
-            site that is not a gate, the model has no gate, or another latent is discrete, in a sequential plate, or has
-            a support that depends on other sites.
+        TypeError: an option has the wrong type.
+        ValueError: a rate is outside (0, 1); when called, a rate names a site that is not a gate, the model has no
+            gate, or another latent is discrete or has a support that depends on other sites.
+        NotImplementedError: when called, a latent is in a sequential plate.
 
     Example:
         >>> import pyro
@@ -204,14 +203,11 @@ class AutoGate(AutoGuide):
         create_plates: Callable[..., object] | None = None,
     ) -> None:
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
-        if not (isinstance(family, type) and issubclass(family, GateDistribution)):
-            raise TypeError(f"Expected family to be a gate's class, but got {family!r}.")
+        expect(type, "a gate's class", family=family)
         for rate in init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]:
             check_rate("init_active_prob", rate, family.__name__)
         expect(Real, "a number", init_jitter=init_jitter)
         expect(Mapping | None, "a dict of arguments of the family", family_options=family_options)
-        if not 0 <= init_jitter < math.inf:
-            raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
         self.family = family
         self.init_active_prob = init_active_prob
         self.init_jitter = init_jitter
@@ -257,10 +253,6 @@ class AutoGate(AutoGuide):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Load a state before the first call, too, which finds the parameters here and keeps them."""
-        for name, value in state_dict.items():
-            is_known = name.startswith(prefix) and isinstance(value, Tensor) and not value.is_meta
-            if is_known and bool(value.isnan().any()):
-                raise ValueError(f"Expected a state of numbers, but {name!r} has NaN; load one from before that.")
         if self.prototype_trace is None:
             sites = self.sites
             for name, value in state_dict.items():
@@ -281,22 +273,11 @@ class AutoGate(AutoGuide):
         return self.master is None
 
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
-        if self.model is None:
-            raise ValueError(
-                f"This {type(self).__name__} was copied or loaded from a guide that had not been called, and has no "
-                "model; call a guide once with the model's arguments before copying or pickling it."
-            )
+        self._check_model()
         model, elsewhere = self._model, DrawsElsewhere()
         self._model = (self._replaced(elsewhere(self.model)),)
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
-        except NotImplementedError as error:
-            found = [] if self.prototype_trace is None else self.prototype_trace.stochastic_nodes
-            raise ValueError(
-                "Expected latent sites in no plate or in vectorized ones, but one of "
-                f"{', '.join(map(repr, found))} is in a sequential plate. Write 'with pyro.plate(...)', or hide these "
-                "sites by poutine.block and give them a guide of their own."
-            ) from error
         finally:
             self._model = model
             # None until all is well: the next call raises the same error, and finds no half of a guide.
@@ -326,6 +307,14 @@ class AutoGate(AutoGuide):
         warn_if_unmoved(what, modules.parameters())
         with self._pyro_context:
             self._share_parameters()
+
+    def _check_model(self) -> None:
+        """Refuse a guide without its model, which copies and files leave out."""
+        if self.model is None:
+            raise ValueError(
+                f"Expected an {type(self).__name__} with its model, but this one was copied or loaded. Call a guide "
+                "once with the model's arguments before copying it, or load its state_dict into a new one."
+            )
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         """Refuse a model without gates, or without those that are named."""
@@ -412,14 +401,16 @@ class AutoGate(AutoGuide):
             ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
         """
         expect(Mapping, "a dict of tensors by gate site", units=units)
-        if self._drawing() is not self._mean_field:
-            raise ValueError("Expected gates that leave to depend on no other site, but got a correlated guide.")
+        is_correlated = self._drawing() is not self._mean_field
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
         for name, index in units.items():
             gates = self._posteriors.get(name)
             flat = gates is not None and all(x.dim() == 1 for x in gates.parameters.values())
-            if not isinstance(gates, GatesPosterior) or gates.plates or not flat:
-                raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
+            if not isinstance(gates, GatesPosterior) or gates.plates or not flat or is_correlated:
+                raise ValueError(
+                    f"Expected units of gate sites of one dimension, outside of plates and of correlated guides, but "
+                    f"got {name!r}."
+                )
             self._posteriors[name] = gates.cut(index)
             for key, old in gates.parameters.items():
                 new = nn.Parameter(old.detach()[index.to(old.device)].clone()) if len(index) else None
@@ -440,16 +431,9 @@ class AutoGate(AutoGuide):
             places: indices of the gates in the flattened site, shape ``(n,)``.
 
         Raises:
-            TypeError: ``places`` is not a tensor of whole numbers.
-            ValueError: ``name`` is not a gate site, or the guide has not been called.
+            ValueError: the guide has not been called.
         """
-        gates = self._of_kind(GatesPosterior)
-        if name not in gates:
-            raise ValueError(f"Expected a gate site, one of {sorted(gates)}, but got {name!r}.")
-        expect(Tensor, "a tensor of indices", places=places)
-        if places.is_floating_point() or places.is_complex():
-            raise TypeError(f"Expected places to be a tensor of indices, but got {places.dtype}.")
-        gates[name].close(places)
+        self._of_kind(GatesPosterior)[name].close(places)
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal
@@ -80,12 +79,12 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
     Raises:
         TypeError: an option has the wrong type, or an entry of ``slab`` is neither a name nor a name and an index.
-        ValueError: ``gates`` or ``slabs`` is unknown, ``family`` is not binary but gates are autoregressive, or
-            ``init_scale`` is not positive; when called, as AutoGate, and if ``slab`` or ``hyper`` names no such site
-            of the model, a slab's support is neither the real line nor an interval, or ``init_loc`` has another shape
-            or lies outside of it; in a guide that is not a mean field, also if a slab's prior is not normal, a site is
-            subsampled, or gates do anything else in the model than to switch slabs: ``z * w``, or a product of gates
-            as the gate of a group and that of a feature.
+        ValueError: ``gates`` or ``slabs`` is unknown, or ``family`` is not binary but gates are autoregressive; when
+            called, as AutoGate, and if ``slab`` or ``hyper`` names no such site of the model, a slab's support is
+            neither the real line nor an interval, or ``init_loc`` has another shape or lies outside of it; in a guide
+            that is not a mean field, also if a slab's prior is not normal, a site is subsampled, or gates do anything
+            else in the model than to switch slabs: ``z * w``, or a product of gates as the gate of a group and that of
+            a feature.
 
     Example:
         >>> import pyro
@@ -121,9 +120,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     ) -> None:
         expect(Real, "a number", init_scale=init_scale)
         expect(Mapping | None, "a dict of tensors by slab site", init_loc=init_loc)
-        expect(Sequence | None, "a list of sites", hyper=hyper)
-        if not 0 < init_scale < math.inf:
-            raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
+        expect(list | tuple | None, "a list of sites", hyper=hyper)
         self._family_of_prior = "family" not in options
         switches = switches_of(slab)
         self._structure, options = structure_of(gates, slabs, hyper, options)
@@ -214,15 +211,12 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             ValueError: the guide has not been called, its latent sites are not the model's, or a slab's prior has a
                 mean other than 0.
         """
+        self._check_model()
         return self.collapse(self.model, args, kwargs, chains)
 
-    def collapse(self, model: Callable[..., object] | None, args: Args, kwargs: Kwargs, chains: int = 1) -> Collapsed:
+    def collapse(self, model: Callable[..., object], args: Args, kwargs: Kwargs, chains: int = 1) -> Collapsed:
         """As :meth:`collapsed`, for another model."""
         probs = self.active_probs(1)
-        if model is None:
-            raise ValueError(
-                "Expected a guide with its model, but this one was copied or loaded; load its state into a new one."
-            )
         joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
             joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
@@ -240,11 +234,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         return collapse(joint, run_at, at)
 
     def collapsed_at_means(
-        self, model: Callable[..., object] | None, args: Args, kwargs: Kwargs
+        self, model: Callable[..., object], args: Args, kwargs: Kwargs
     ) -> tuple[Collapsed, LogLikelihood]:
         """As :meth:`collapse` for one chain, with the log likelihood: coefficients of shape ``(S, p)`` to ``(S,)``."""
         collapsed = self.collapse(model, args, kwargs)
-        assert model is not None
         sites, run_at = model_runs(model, args, kwargs)
         values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
         values |= {**collapsed.others, **{name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}}
@@ -290,6 +283,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         """
         if self.prototype_trace is None:
             self(*args, **kwargs)
+        self._check_model()
         collapsed, log_likelihood = self.collapsed_at_means(self.model, args, kwargs)
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)

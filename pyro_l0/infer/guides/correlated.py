@@ -256,8 +256,6 @@ def structure_of(
     ):
         if value not in known:
             raise ValueError(f"Expected {name} to be one of {known}, but got {value!r}.")
-    if isinstance(hyper, str):
-        raise TypeError(f"Expected hyper to be a sequence of names, but got the string {hyper!r}; write ({hyper!r},).")
     if gates == "mean_field" and slabs == "independent" and not hyper:
         return None, options
     options = {"family": BernoulliGate, "init_active_prob": 0.5, "init_jitter": 0.1, **options}

@@ -20,7 +20,7 @@ from torch.distributions.transforms import ExpTransform
 from pyro_l0.distributions.gate import GateDistribution, concatenate, innermost
 from pyro_l0.fast.switch import is_on
 from pyro_l0.infer.record import Record, Site
-from pyro_l0.infer.slabs import Part, fits
+from pyro_l0.infer.slabs import Part
 
 MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # advice where sites can't be correlated
 
@@ -218,11 +218,6 @@ def first_gates(
     start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
     template = family.from_active_prob(start, **fixed)
     plates, shape = plates_and_shape(site)
-    if not fits(template.batch_shape, shape):
-        raise ValueError(
-            f"Expected the parameters that {family.__name__} does not learn to broadcast to the shape "
-            f"{tuple(shape)} of gate site {site['name']!r}, but got {tuple(template.batch_shape)}; set family_options."
-        )
     learned = {key: value.expand(shape).clone() for key, value in template.on_real_line().items()}
     if jitter > 0:
         location = next(iter(learned.values()))
@@ -307,12 +302,11 @@ def first_latents(
         loc = loc if loc.shape == shape else loc.mean() + torch.zeros(shape).to(loc)
     elif transform is not None:
         loc = transform.inv(loc)
-    if loc.shape != shape:
-        raise ValueError(f"Expected init_loc[{name!r}] of shape {tuple(shape)}, but got {tuple(loc.shape)}.")
-    if not bool(torch.isfinite(loc).all()):
+    if loc.shape != shape or not bool(torch.isfinite(loc).all()):
         raise ValueError(
-            f"Expected {'slab' if is_slab else 'latent'} site {name!r} to start at finite numbers inside the support "
-            f"of its prior {fn}, but got {loc if init_loc is None else init_loc}; set init_loc[{name!r}]."
+            f"Expected {'slab' if is_slab else 'latent'} site {name!r} to start at finite numbers of shape "
+            f"{tuple(shape)} inside the support of its prior {fn}, but got {loc if init_loc is None else init_loc}. "
+            f"Set init_loc[{name!r}]."
         )
     log_scale = torch.full_like(loc, math.log(init_scale))
     parameters = {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
@@ -339,15 +333,12 @@ def transform_to_support(name: str, fn: Distribution, is_slab: bool) -> Transfor
             return transform
     except NotImplementedError:
         pass
+    wanted, advice = "a continuous prior", f"or hide it by poutine.block(model, hide=[{name!r}])"
     if is_slab:
-        raise ValueError(
-            f"Expected slab site {name!r} to have a prior of real, positive or bounded numbers, but got {fn} with "
-            f"support {support}. Sample such numbers and transform them in the model."
-        )
+        wanted, advice = "a prior of real, positive or bounded numbers", "or transform such numbers in the model"
     raise ValueError(
-        f"Expected latent site {name!r} to be a gate or continuous, with a support to which the real line can be "
-        f"transformed, but got {fn} with support {support}. Sum it out in the model, use a BernoulliGate if it takes 0 "
-        f"and 1, or hide it by poutine.block(model, hide=[{name!r}]) and give it a guide of its own."
+        f"Expected site {name!r} to have {wanted}, but got {fn} with support {support}. Sum it out in the model, use a "
+        f"BernoulliGate if it takes 0 and 1, {advice}."
     )
 
 

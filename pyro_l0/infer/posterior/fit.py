@@ -98,7 +98,6 @@ def fit(
     Raises:
         TypeError: ``guide`` is not an AutoSpikeSlab, or an option has the wrong type.
         ValueError: an option is out of range.
-        RuntimeError: gradients are switched off.
 
     Warns:
         UserWarning: the loss was still falling at the last step, or restarts disagree.
@@ -131,11 +130,6 @@ def fit(
     expect_count(2, num_particles=num_particles)
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"Expected a positive, finite learning_rate, but got {learning_rate!r}.")
-    if not torch.is_grad_enabled():
-        raise RuntimeError(
-            "Expected gradients to be switched on, but got a call inside torch.no_grad() or inference_mode(); call it "
-            "outside of them."
-        )
     if seed is not None:
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)

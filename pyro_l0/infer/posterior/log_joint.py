@@ -12,7 +12,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import Transform, biject_to
+from torch.distributions import biject_to
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -121,7 +121,7 @@ class LogJoint:
         self._model: Model = lambda: reparameterised(*args, **kwargs)
         self.sites = _checked_run(self._model, (), {})
         latent = {name: site for name, site in self.sites.items() if not site["is_observed"] and not _has_atoms(site)}
-        self.latent = Layout(latent, {name: _to_support(name, site) for name, site in latent.items()})
+        self.latent = Layout(latent, {name: biject_to(site["fn"].support) for name, site in latent.items()})
         self.switches = Layout({name: site for name, site in self.sites.items() if _has_atoms(site)})
         values = {name: site["value"].detach() for name, site in self.sites.items()}
         start = self.latent.together(values) if latent else torch.zeros(0)
@@ -255,18 +255,6 @@ def _has_atoms(site: Site) -> bool:
 def _reparameterise(site: Site) -> RectifyReparam | None:
     """Reparameterise gates with a density between their atoms, nothing else."""
     return RectifyReparam() if _has_atoms(site) and not isinstance(find_gate(site["fn"]), BernoulliGate) else None
-
-
-def _to_support(name: str, site: Site) -> Transform:
-    """The map from the real line to the support of a latent site; refuses discrete ones."""
-    try:
-        transform: Transform = biject_to(site["fn"].support)
-    except NotImplementedError:
-        raise ValueError(
-            f"Expected latent site {name!r} to be continuous or a gate, but got {site['fn']}. Sum it out in the model, "
-            "or use a BernoulliGate if it takes 0 and 1."
-        ) from None
-    return transform
 
 
 def _codes(count: int, like: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def test_copies_files_and_states_give_the_same_draws():
     for other in (copy.deepcopy(guide), torch.load(file, weights_only=False), early, late):
         for name, expected in draws(guide).items():
             assert torch.equal(draws(other)[name], expected)
-    with pytest.raises(ValueError, match="Expected a guide with its model, but this one was copied or loaded"):
+    with pytest.raises(ValueError, match="Expected an AutoSpikeSlab with its model, but this one was copied or loaded"):
         copy.deepcopy(guide).refine()
 
 

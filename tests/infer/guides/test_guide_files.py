@@ -12,7 +12,7 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_l0 import BernoulliGate, HardConcrete, RectifiedNormal
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, fit
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 
 
 def model(size=4):
@@ -77,7 +77,7 @@ def test_pickling_a_correlated_guide(copied):
 def test_pickling_a_guide_before_its_first_call(copied):
     """Says what to do, at the copy's first call."""
     guide = new()
-    with pytest.raises(ValueError, match=r"This AutoSpikeSlab was copied .* call a guide once"):
+    with pytest.raises(ValueError, match=r"this one was copied or loaded\. Call a guide once"):
         copied(guide)()
     assert sorted(guide()) == ["a.z", "w"]
 
@@ -138,25 +138,6 @@ def test_a_first_call_that_fails_leaves_a_fresh_guide():
     with pytest.raises(TypeError):
         guide("no number")
     assert guide(4)["a.z"].shape == (4,)
-
-
-@pytest.mark.parametrize("is_called", [False, True])
-def test_a_state_with_nan_is_refused(is_called):
-    """Before the guide's first call and after it; its own parameters stay."""
-    state, guide = trained().state_dict(), new()
-    state["sites.w.loc"][0] = float("nan")
-    if is_called:
-        guide()
-    before = copy.deepcopy(guide.state_dict())
-    with pytest.raises(ValueError, match=r"'sites\.w\.loc' has NaN"):
-        guide.load_state_dict(state)
-    assert all(torch.equal(x, before[name]) for name, x in guide.state_dict().items())
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_fitting_without_gradients_is_refused(context):
-    with context(), pytest.raises(RuntimeError, match=r"no_grad\(\) or inference_mode\(\); call it outside"):
-        fit(model, new())
 
 
 @pytest.mark.parametrize("temper", ["abc", 0.0, -1.0, 2.0, float("nan"), None])

@@ -126,14 +126,14 @@ def test_a_multivariate_normal_slab():
 )
 def test_slabs_that_are_refused(prior, event):
     """Numbers that depend on one another, and discrete ones, by the site."""
-    with pytest.raises(ValueError, match="slab site 'w' to have a prior of real, positive or bounded numbers"):
+    with pytest.raises(ValueError, match="site 'w' to have a prior of real, positive or bounded numbers"):
         started(model_of(prior, event))
 
 
 def test_a_start_outside_of_the_support():
     """Is refused by the site, as is one that is not finite."""
     for prior, value in ((dist.HalfNormal(1.0), -1.0), (dist.Normal(0.0, 1.0), math.nan)):
-        with pytest.raises(ValueError, match=r"slab site 'w' to start at finite numbers .* set init_loc\['w'\]"):
+        with pytest.raises(ValueError, match=r"slab site 'w' to start at finite numbers .* Set init_loc\['w'\]"):
             started(model_of(prior), init_loc={"w": torch.full((3,), value)})
 
 

@@ -90,7 +90,7 @@ def test_options_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             correlated(**options)
-    with pytest.raises(TypeError, match="Expected hyper to be a sequence of names, but got the string 'sigma'"):
+    with pytest.raises(TypeError, match="Expected hyper to be a list of sites, but got a value of type str"):
         correlated(with_noise, hyper="sigma")
     for name in ("sigm", "w", "z", "y"):
         with pytest.raises(ValueError, match=f"Expected hyper to name latent sites .* but got '{name}'"):
@@ -171,7 +171,7 @@ def test_slabs_and_units_of_a_correlated_guide():
     guide()
     with pytest.raises(ValueError, match="they depend on their gates; use draws"):
         guide.slabs()
-    with pytest.raises(ValueError, match="depend on no other site, but got a correlated guide"):
+    with pytest.raises(ValueError, match="outside of plates and of correlated guides, but got 'z'"):
         guide.keep({"z": torch.tensor([0])})
 
 

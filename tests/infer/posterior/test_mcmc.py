@@ -203,10 +203,6 @@ def subsampled():
         pyro.sample("y", dist.Normal(z, 1.0), obs=torch.zeros(3))
 
 
-def counting():
-    pyro.sample("k", dist.Poisson(3.0))
-
-
 def too_many():
     pyro.sample("z", BernoulliGate(probs=torch.full((13,), 0.5)).to_event(1))
 
@@ -221,11 +217,8 @@ def impossible():
     [
         (branching, {}, r"gates at \['z'\] at once, under torch.vmap, but .*\.item\(\)"),
         (subsampled, {}, r"plate 'rows' draws 3 of 10 anew.*Leave subsample_size out"),
-        (counting, {}, r"latent site 'k' to be continuous or a gate, but got Poisson"),
         (too_many, {}, r"at most 12 BernoulliGate gates.*got 13 at \['z'\].*one_given_active=0.9.*AutoSpikeSlab"),
         (impossible, {}, r"finite log density somewhere.*\['w'\]"),
-        (impossible, {"slab": {"w": "z"}}, r"slab to name latent sites of the model, such as \['w'\], but 'z' is none"),
-        (impossible, {"kernel": "gibbs"}, r"kernel 'nuts', 'hmc' or a function .*, but got 'gibbs'"),
         (impossible, {"num_chains": 1}, r"num_chains of at least 2, but got 1"),
     ],
 )
