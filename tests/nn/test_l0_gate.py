@@ -11,7 +11,7 @@ from pyro_l0 import BernoulliGate, ExponentialGate, HardConcrete, PowerLawGate, 
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
-from pyro_l0.nn import Gate, L0Gate, NetworkCost, NetworkGates, fix_gates, penalty
+from pyro_l0.nn import Gate, L0Gate, NetworkCost, NetworkGates, fix_gates, penalty, suggest_gates
 from pyro_l0.nn.l0_gate import FAMILIES
 
 X, Y = torch.linspace(-2, 2, 8 * 6).view(8, 6).sin(), torch.arange(8) % 3
@@ -267,3 +267,19 @@ def test_a_gate_whose_values_are_taken_has_no_cost():
 
     with pytest.raises(ValueError, match=r"takes its values by gate\(\)"):
         NetworkCost(Edges(), X)
+
+
+def test_gates_drawn_before_a_loop_are_refused_before_the_training():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.gate = nn.GRUCell(4, 8), L0Gate(8)
+
+        def forward(self, x):
+            z, h = self.gate(), x.new_zeros(len(x), 8)
+            for t in range(x.shape[1]):
+                h = z * self.cell(x[:, t], h)
+            return h.sum(1)
+
+    with pytest.raises(ValueError, match=r"whose use can't be followed. Write .* gate\(h\) at each step of a loop"):
+        suggest_gates(Steps(), torch.ones(2, 3, 4))

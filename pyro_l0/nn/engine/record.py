@@ -385,7 +385,8 @@ class _Recorder(TorchDispatchMode):
             if x is None:
                 raise ValueError(
                     f"Expected gate {site!r} to multiply units, gate(x, dim), but the network takes its values by "
-                    "gate(), whose use can't be followed. Write a cost of its active_probs of your own."
+                    "gate(), whose use can't be followed. Write gate(x) where the units are, and gate(h) at each step "
+                    "of a loop; only for costs, a cost of its active_probs of your own will do."
                 )
             dims.add(gate.dim if dim is None else dim)
             if len(dims) > 1:
