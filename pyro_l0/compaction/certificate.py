@@ -138,13 +138,12 @@ class _Comparison:
         gradients: float | None = 0.0
         for call in examples:
             try:
-                expected = run(self.reference, call)
+                apart, here = self._compare(call)
             except Exception as error:
                 if training:
                     raise _NotComparableError from error
                 raise
-            found.append(difference(expected, run(self.small, call)))
-            here = self._gradient_difference(call)
+            found.append(apart)
             if here is not None and not here <= _TIE:
                 here = self._off_ties(call, here)
             gradients = None if here is None or gradients is None else _worst(gradients, here)
@@ -164,18 +163,22 @@ class _Comparison:
         gradient goes to; a little noise on the example tells them apart.
         """
         try:
-            beside = self._gradient_difference(with_noise(call))
+            _, beside = self._compare(with_noise(call))
         except Exception:  # the network accepts no such numbers
             return found
         return found if beside is None or not beside < found else beside
 
-    def _gradient_difference(self, call: Arguments) -> float | None:
-        """Relative to the largest gradient; None if the network that was given has none, as code for inference may."""
+    def _compare(self, call: Arguments) -> tuple[tuple[float, float], float | None]:
+        """The difference and the largest of outputs; the relative difference of gradients, None if there are none."""
         try:
-            expected = _gradients(self.reference, call)
-        except RuntimeError:
-            return None
-        got = _gradients(self.small, call)
+            expected, wanted = _outputs_and_gradients(self.reference, call)
+        except RuntimeError:  # as code for inference raises
+            return difference(run(self.reference, call), run(self.small, call)), None
+        outputs, got = _outputs_and_gradients(self.small, call)
+        return difference(expected, outputs), self._gradient_difference(wanted, got)
+
+    def _gradient_difference(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
+        """Relative to the largest gradient."""
         scale = max(map(largest, expected.values()), default=0.0)
         worst = 0.0
         for name, gradient in expected.items():
@@ -216,19 +219,21 @@ def _without_dropout(network: nn.Module) -> nn.Module:
     return new
 
 
-def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
-    """Of a random linear function of the outputs, by name of a parameter or number of an input."""
+def _outputs_and_gradients(network: nn.Module, call: Arguments) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs, and gradients of a random linear function of them, by name of a parameter or number of an input."""
     inputs = {f"input {i}": x.detach().clone() for i, x in enumerate(tensors(call)) if x.is_floating_point()}
     order = iter(x.requires_grad_() for x in inputs.values())
     call = tree_map_only(Tensor, lambda x: next(order) if x.is_floating_point() else x, call)
     wanted = {**inputs, **{name: p for name, p in network.named_parameters() if p.requires_grad}}
     with keep_state(network), torch.enable_grad():
-        outputs = [y for y in run_in_place(network, call) if y.requires_grad]
-        if not outputs or not wanted:
-            return {}
-        weights = list(map(normal_numbers(), outputs))
-        found = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
-    return {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
+        outputs = run_in_place(network, call)
+        differentiable = [y for y in outputs if y.requires_grad]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if differentiable and wanted:
+            weights = list(map(normal_numbers(), differentiable))
+            found = torch.autograd.grad(differentiable, list(wanted.values()), weights, allow_unused=True)
+    gradients = {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
+    return [y.detach() for y in outputs], gradients
 
 
 def difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, float]:
