@@ -29,7 +29,7 @@ from pyro_l0.infer.guides.summaries import import_arviz
 from pyro_l0.infer.posterior.mcmc import PosteriorSamples
 from pyro_l0.infer.record import Site, is_deterministic, is_likelihood
 from pyro_l0.infer.runs import Args, Kwargs, Program, record_run, seeded
-from pyro_l0.infer.slabs import Switch, alignment_of, gate_site, product_name, switches_of
+from pyro_l0.infer.slabs import GateSite, alignment_of, gate_site, product_name, slab_to_gate
 
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import
@@ -190,7 +190,7 @@ def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> Post
 
 
 def completed(
-    drawn: PosteriorDraws, fixed: Mapping[str, Tensor], sites: Mapping[str, Site], slab: Mapping[str, Switch]
+    drawn: PosteriorDraws, fixed: Mapping[str, Tensor], sites: Mapping[str, Site], slab: Mapping[str, GateSite]
 ) -> PosteriorDraws:
     """Draws with the model's deterministic values, the products of slabs with their gates, and the gates' rates."""
     values, products = {**drawn.values, **fixed}, {}
@@ -268,7 +268,7 @@ def to_arviz(
     model: object,
     posterior: object = None,
     *args: object,
-    slab: Mapping[str, Switch] | None = None,
+    slab: Mapping[str, GateSite] | None = None,
     draws: int = 1000,
     seed: int | None = None,
     coords: Mapping[str, Sequence[Any]] | None = None,
@@ -347,7 +347,7 @@ def to_arviz(
             sites = sites_of(program, args, kwargs)
             groups = at_draws(program, args, kwargs, sites, drawn.values)
             groups["observed_data"] = {name: site["value"] for name, site in sites.items() if is_observation(site)}
-            drawn = completed(drawn, groups.pop("deterministic"), sites, switches_of(slab))
+            drawn = completed(drawn, groups.pop("deterministic"), sites, slab_to_gate(slab))
     values = {**drawn.values, **drawn.derived}
     groups["posterior"] = {name: x.bool() if name in drawn.switches else x for name, x in values.items()}
     groups["constant_data"] = {inclusion_name(name): x for name, x in drawn.active_probs.items()}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pyro_l0.distributions.gate import find_gate
 from pyro_l0.infer.record import Record, Site, is_likelihood, sole_record
-from pyro_l0.infer.slabs import Part
+from pyro_l0.infer.slabs import JointSample
 
 __all__ = ["generators_kept", "seeded"]
 
@@ -256,14 +256,14 @@ def over_particles(
 
     ``evaluate`` gives numbers of shape ``()`` by name, from a run of the guide. If ``mapped``, ``torch.vmap`` maps
     guide and model, which are written for one particle and need not broadcast; raises if it can't. The guide may have
-    ``draw_together(number)``, which returns parts of joint draws by site, or None.
+    ``draw_together(number)``, which returns joint samples by site, or None.
     """
     if not mapped:
         found = [evaluate(run_guide()) for _ in range(number)]
         return {name: torch.stack([values[name] for values in found]) for name in found[0]}
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
         run_guide()  # its first call runs the model, which can't be mapped then
-    draw_together: Callable[[int], dict[str, Part] | None] | None = getattr(guide, "draw_together", None)
+    draw_together: Callable[[int], dict[str, JointSample] | None] | None = getattr(guide, "draw_together", None)
     together = None if draw_together is None else draw_together(number)
     try:
         # Checks of values can't be mapped; a guide's first call runs the model with them.

@@ -1,4 +1,4 @@
-"""Which gate switches which of a slab's weights, and a site's part of joint draws."""
+"""Which gate switches which of a slab's weights, and what a site has of joint samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyro_l0.infer.record import Site
 Shape = tuple[int, ...]
 
 #: The gate site of a slab: its name alone, or with the index by which the model reads it, as in ``z[..., index] * w``.
-Switch: TypeAlias = str | tuple[str, Tensor]
+GateSite: TypeAlias = str | tuple[str, Tensor]
 
 
 class Alignment(NamedTuple):
@@ -33,36 +33,34 @@ class Alignment(NamedTuple):
         return gates.reshape(gates.shape[:lead] + self.shape)
 
 
-def switches_of(slab: Mapping[str, Switch] | None) -> dict[str, Switch]:
+def slab_to_gate(slab: Mapping[str, GateSite] | None) -> dict[str, GateSite]:
     """The gate site of each slab site, with indices as tensors; refuses all but a name or one with integers."""
     expect(Mapping | None, "a dict such as {'w': 'z'}", slab=slab)
-    return {
-        name: switch if isinstance(switch, str) else _indexed(name, switch) for name, switch in (slab or {}).items()
-    }
+    return {name: gate if isinstance(gate, str) else _indexed(name, gate) for name, gate in (slab or {}).items()}
 
 
-def _indexed(name: str, switch: object) -> Switch:
-    if isinstance(switch, tuple) and len(switch) == 2 and isinstance(switch[0], str):
-        index = torch.as_tensor(switch[1]).detach()
+def _indexed(name: str, gate: object) -> GateSite:
+    if isinstance(gate, tuple) and len(gate) == 2 and isinstance(gate[0], str):
+        index = torch.as_tensor(gate[1]).detach()
         if index.dim() and not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
-            return switch[0], index.long().cpu()
+            return gate[0], index.long().cpu()
     raise TypeError(
         f"Expected slab[{name!r}] to be the name of its gate site, or a pair of that name and an index of integers for "
-        f"z[..., index] * w, but got {switch!r}."
+        f"z[..., index] * w, but got {gate!r}."
     )
 
 
-def gate_site(switch: Switch) -> str:
+def gate_site(gate: GateSite) -> str:
     """The name of the gate site."""
-    return switch if isinstance(switch, str) else switch[0]
+    return gate if isinstance(gate, str) else gate[0]
 
 
-def check_used(slab: Mapping[str, Switch], sizes: Mapping[str, Shape]) -> None:
+def check_used(slab: Mapping[str, GateSite], sizes: Mapping[str, Shape]) -> None:
     """Refuse gates that no index of their slabs names, given the shapes of the gate sites."""
     indices: dict[str, list[Tensor]] = {}
-    for switch in slab.values():
-        if not isinstance(switch, str):
-            indices.setdefault(switch[0], []).append(switch[1].flatten())
+    for site in slab.values():
+        if not isinstance(site, str):
+            indices.setdefault(site[0], []).append(site[1].flatten())
     for gate, found in indices.items():
         unused = set(range(sizes[gate][-1])).difference(torch.cat(found).tolist()) if gate not in slab.values() else ()
         if unused:
@@ -78,14 +76,14 @@ def product_name(gate: str, slab: str) -> str:
 
 
 def alignment_of(
-    name: str, switch: Switch, model: Mapping[str, Site], guide: Mapping[str, Site] | None = None
+    name: str, gate: GateSite, model: Mapping[str, Site], guide: Mapping[str, Site] | None = None
 ) -> Alignment:
     """How the gates of a slab align with it.
 
     The slab is the model's, the gates are the guide's; their plates in the model tell which dimensions belong together.
     Gates that fit the slab in no way or in several are refused, and so is an index that is out of range.
     """
-    gate_name, index = (switch, None) if isinstance(switch, str) else switch
+    gate_name, index = (gate, None) if isinstance(gate, str) else gate
     slab, plates_of_gates = model[name], model[gate_name]
     gates = plates_of_gates if guide is None else guide[gate_name]
     batch, event = tuple(gates["fn"].batch_shape), tuple(gates["fn"].event_shape)
@@ -159,11 +157,11 @@ def _other_plates(gates: Site, slab: Site, batch: Shape) -> bool:
     return any(size > 1 and d in own and d in plates and own[d] != plates[d] for d, size in from_the_right)
 
 
-class Drawn(TorchDistribution):
-    """The distribution of a site given the sites before it, whose value is a part of a joint draw.
+class Conditional(TorchDistribution):
+    """The distribution of a site given the sites before it, whose value is that of a joint sample.
 
-    The densities of the sites of a joint draw multiply to the joint density. As the parameters depend on the draw, it
-    is the only value that has a density here.
+    The densities of the sites of a joint sample multiply to the joint density. As the parameters depend on the sample,
+    it is the only value that has a density here.
     """
 
     arg_constraints = {}  # noqa: RUF012  # as torch declares it
@@ -183,15 +181,15 @@ class Drawn(TorchDistribution):
         """That of the distribution inside."""
         return self.base_dist.support
 
-    def expand(self, batch_shape: torch.types._size, _instance: object = None) -> Drawn:
+    def expand(self, batch_shape: torch.types._size, _instance: object = None) -> Conditional:
         """The distribution in more plates, whose dimensions the value has already."""
-        return Drawn(self.base_dist.expand(batch_shape), self.value)
+        return Conditional(self.base_dist.expand(batch_shape), self.value)
 
     def rsample(self, sample_shape: torch.types._size = torch.Size()) -> Tensor:
         """The value that was drawn; refuses further draws."""
         if len(sample_shape):
             raise ValueError(
-                f"Expected one draw of a part of a joint draw, but got sample_shape {tuple(sample_shape)}."
+                f"Expected one draw of a site of a joint sample, but got sample_shape {tuple(sample_shape)}."
             )
         return self.value
 
@@ -205,19 +203,19 @@ class Drawn(TorchDistribution):
         return log_prob
 
 
-class Part(NamedTuple):
-    """A site's part of n joint draws."""
+class JointSample(NamedTuple):
+    """What a site has of n joint samples."""
 
     values: Tensor  # on the real line, (n, entries of the site), or without the dimension of draws
-    make: Callable[..., TorchDistribution]  # the distribution given the parts before, from its parameters
+    make: Callable[..., TorchDistribution]  # the distribution given the sites before, from its parameters
     parameters: tuple[Tensor, ...]  # each of the values' shape
     shape: torch.Size  # of the site's value in one draw
     event_dim: int
     transform: Transform | None = None  # to the site's support
-    depends: bool = True  # on other parts of the draw
+    depends: bool = True  # on other sites of the sample
 
     @classmethod
-    def of(cls, fn: TorchDistributionMixin, n: int, event_dim: int) -> Part:
+    def of(cls, fn: TorchDistributionMixin, n: int, event_dim: int) -> JointSample:
         """Draws of a distribution that depends on nothing."""
         draws = fn.rsample((n,)) if fn.has_rsample else fn.sample((n,))
         return cls(draws.reshape(n, -1), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
@@ -236,7 +234,7 @@ class Part(NamedTuple):
         if self.transform is not None:
             base, value = TransformedDistribution(base, [self.transform]), self.transform(value)
         base = base.to_event(self.event_dim - base.event_dim) if self.event_dim > base.event_dim else base
-        return (Drawn(base, value) if self.depends else base), value
+        return (Conditional(base, value) if self.depends else base), value
 
     def supported(self) -> Tensor:
         """The values in the site's support and shape, shape ``(n, *shape)``."""

@@ -66,7 +66,7 @@ class CollapsedQuadratic:
     def conditionals(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Log Bayes factors of all gates given the others, shape ``(S, G)``, and log evidence, shape ``(S,)``."""
         on = self.on(z)
-        parts = [self._conditionals(z[part], on[part], part) for part in self._parts(on, on.shape[1])]
+        parts = [self._conditionals(z[batch], on[batch], batch) for batch in self._batches(on, on.shape[1])]
         factors, evidence = map(torch.cat, zip(*parts, strict=True))
         return factors, evidence
 
@@ -75,14 +75,14 @@ class CollapsedQuadratic:
         if self._groups is not None:
             raise ValueError("Expected each element to have a gate of its own, but some share one; draw the slabs.")
         on = self.on(z)
-        parts = [self._slab(self._open(on[part], part), part) for part in self._parts(on, on.shape[1])]
+        parts = [self._slab(self._open(on[batch], batch), batch) for batch in self._batches(on, on.shape[1])]
         precision, linear = map(torch.cat, zip(*parts, strict=True))
         return _log_integral(precision, linear), linear / precision * self._scale, self._scale.square() / precision
 
     def log_evidence(self, z: Tensor) -> Tensor:
         """Log of the integral over the slabs, shape ``(S,)``; 0 where no gate is open."""
         on = self.on(z)
-        return torch.cat([self._open(on[part], part).log_evidence for part in self._parts(on)])
+        return torch.cat([self._open(on[batch], batch).log_evidence for batch in self._batches(on)])
 
     def mean(self, z: Tensor) -> Tensor:
         """Posterior mean of the coefficients z w given the gates, shape ``(S, p)``."""
@@ -101,38 +101,38 @@ class CollapsedQuadratic:
             raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
         return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of).bool()
 
-    def _parts(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
-        """Parts of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
+    def _batches(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
+        """Batches of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
         most = max(int(on.sum(1).max()), 1) if len(on) else 1
         size = max(1, BATCH // (most * (width or most)))
         return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
 
-    def _open(self, on: Tensor, part: slice) -> _Open:
+    def _open(self, on: Tensor, batch: slice) -> _Open:
         index, valid = open_positions(on)
-        unit, linear = (_at(_picked(x, part), index) * valid for x in self._elements[:2])
+        unit, linear = (_at(_picked(x, batch), index) * valid for x in self._elements[:2])
         eye = torch.eye(index.shape[1]).to(unit)
         precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :]
         precision = precision + eye * (1 + _rounding(precision))
         inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
 
-    def _conditionals(self, z: Tensor, on: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        open_ = self._open(on, part)
+    def _conditionals(self, z: Tensor, on: Tensor, batch: slice) -> tuple[Tensor, Tensor]:
+        open_ = self._open(on, batch)
         if self._groups is None:
-            return _log_integral(*self._slab(open_, part)), open_.log_evidence
-        elements, cross, rest = self._rest(open_, part)
+            return _log_integral(*self._slab(open_, batch)), open_.log_evidence
+        elements, cross, rest = self._rest(open_, batch)
         factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
         return factors, open_.log_evidence
 
-    def _rest(self, open_: _Open, part: slice) -> tuple[_Elements, Tensor, Tensor]:
+    def _rest(self, open_: _Open, batch: slice) -> tuple[_Elements, Tensor, Tensor]:
         """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
-        elements = _Elements(*(_picked(x, part) for x in self._elements))
+        elements = _Elements(*(_picked(x, batch) for x in self._elements))
         cross = (open_.inverse * open_.unit[:, None, :]) @ self.quadratic.rows(open_.index)
         return elements, cross, elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
 
-    def _slab(self, open_: _Open, part: slice) -> tuple[Tensor, Tensor]:
+    def _slab(self, open_: _Open, batch: slice) -> tuple[Tensor, Tensor]:
         """Precision and linear term of each slab alone, in units of its scale, if its gate is open."""
-        elements, cross, rest = self._rest(open_, part)
+        elements, cross, rest = self._rest(open_, batch)
         explained = elements.unit.square() * cross.square_().sum(1)
         # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
         precision = (elements.diagonal - explained).clamp(min=0) + 1
@@ -142,9 +142,11 @@ class CollapsedQuadratic:
     def _slabs(self, on: Tensor, noise: Tensor) -> Tensor:
         """Posterior mean of the slabs plus noise times deviation; the noise alone behind closed gates."""
         parts = []
-        for part in self._parts(on):
-            open_ = self._open(on[part], part)
-            parts.append(open_.placed(open_.coloured(open_.whitened + _at(noise[part], open_.index)), out=noise[part]))
+        for batch in self._batches(on):
+            open_ = self._open(on[batch], batch)
+            parts.append(
+                open_.placed(open_.coloured(open_.whitened + _at(noise[batch], open_.index)), out=noise[batch])
+            )
         return torch.cat(parts) * self._scale
 
 
@@ -231,9 +233,9 @@ class _Groups:
         is_open = on[:, self.members] & switched
         slot = torch.zeros_like(on, dtype=torch.long)
         slot = open_.placed(torch.arange(open_.index.shape[1]).to(slot).expand_as(open_.index), out=slot)
-        place = slot[:, self.members]
-        columns = open_.inverse.mT[torch.arange(len(on), device=on.device)[:, None, None], place].mT
-        mean = open_.mean.gather(1, place.flatten(1)).view_as(is_open)
+        slot_of = slot[:, self.members]
+        columns = open_.inverse.mT[torch.arange(len(on), device=on.device)[:, None, None], slot_of].mT
+        mean = open_.mean.gather(1, slot_of.flatten(1)).view_as(is_open)
         inverse = columns.mT @ columns
         quadratic, log_root = _halves(inverse, mean, is_open, add=_rounding(inverse))
         return torch.where(is_open.any(2), quadratic + log_root, closed)

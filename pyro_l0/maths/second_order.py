@@ -71,15 +71,15 @@ class DesignQuadratic:
 
     def rows(self, index: Tensor) -> Tensor:
         """See :class:`Quadratic`."""
-        wanted, place = index.unique(return_inverse=True)
+        wanted, inverse = index.unique(return_inverse=True)
         if len(wanted) > self._capacity:
-            return self._computed(wanted)[place]
-        missing = wanted[self._place[wanted] < 0]
+            return self._computed(wanted)[inverse]
+        missing = wanted[self._slot[wanted] < 0]
         if self._count + len(missing) > self._capacity:
             self._forget()
             missing = wanted
         self._keep(missing)
-        return self._kept[self._place[index]]
+        return self._kept[self._slot[index]]
 
     def blocks(self, index: Tensor) -> Tensor:
         """See :class:`Quadratic`."""
@@ -93,7 +93,7 @@ class DesignQuadratic:
     def _forget(self) -> None:
         self._count = 0
         self._kept = self._columns.new_empty(0, len(self.linear))
-        self._place = torch.full_like(self.linear, -1, dtype=torch.long)
+        self._slot = torch.full_like(self.linear, -1, dtype=torch.long)
 
     def _keep(self, index: Tensor) -> None:
         end = self._count + len(index)
@@ -102,7 +102,7 @@ class DesignQuadratic:
             grown[: self._count] = self._kept[: self._count]
             self._kept = grown
         self._kept[self._count : end] = self._computed(index)
-        self._place[index] = torch.arange(self._count, end, device=index.device)
+        self._slot[index] = torch.arange(self._count, end, device=index.device)
         self._count = end
 
 

@@ -147,7 +147,7 @@ class _Grower:
     ) -> None:
         # Gates that are never open are in no set: a large design shrinks to few columns.
         self._seen = np.flatnonzero(gates.any(0))
-        self._place = {int(j): i for i, j in enumerate(self._seen)}
+        self._column_of = {int(j): i for i, j in enumerate(self._seen)}
         self._gates = gates[:, self._seen]
         columns = np.flatnonzero(np.isin(gate_of, self._seen))
         self._of = np.searchsorted(self._seen, gate_of[columns])
@@ -160,9 +160,9 @@ class _Grower:
 
     def grow(self, seed: int, free: NDArray[np.bool_]) -> list[int] | None:
         """The members of a set that starts with a feature; None if it does not reach the level."""
-        if int(seed) not in self._place:
+        if int(seed) not in self._column_of:
             return None
-        members = [self._place[int(seed)]]
+        members = [self._column_of[int(seed)]]
         allowed = free[self._seen].copy()
         missed = ~self._gates[:, members[0]]
         while missed.mean() > 1 - self._level:
@@ -178,7 +178,7 @@ class _Grower:
 
     def purity(self, features: Sequence[int]) -> float:
         """Smallest absolute correlation of two features."""
-        members = [self._place[j] for j in features]
+        members = [self._column_of[j] for j in features]
         among = [self._correlations(a)[members[i + 1 :]] for i, a in enumerate(members[:-1])]
         return min(1.0, float(np.concatenate(among).min())) if among else 1.0
 

@@ -270,7 +270,7 @@ def make_design(
     width = 1.0 if standardize else math.sqrt(float(np.mean(deviation**2))) or 1.0
     unit = (size if gaussian else _SLAB_UNITS[family]) / width
     gate_of = np.arange(len(each)) if gate_of is None else gate_of
-    gates, place = np.unique(gate_of[kept], return_inverse=True)
+    gates, number_of = np.unique(gate_of[kept], return_inverse=True)
     prior = Prior(
         _rate(rate, expected_size, len(gates)),
         slab_scale,
@@ -293,7 +293,7 @@ def make_design(
         prior,
         intercept=fit_intercept and not gaussian,
         outputs=outputs,
-        gate_of=None if len(gates) == len(kept) else torch.from_numpy(place),
+        gate_of=None if len(gates) == len(kept) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
         observations=number - fit_intercept if gaussian and weight is not None else None,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.elbo.estimators import Estimators
-from pyro_l0.infer.slabs import Switch, fits
+from pyro_l0.infer.slabs import GateSite, fits
 
 NAMES = ("lam", "group_size", "weight_decay")
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
@@ -25,7 +25,7 @@ class Options(Protocol):
     group_size: BySite
     weight_decay: BySite
     square_norm: dict[str, Callable[[], Tensor]]
-    slab: dict[str, Switch]
+    slab: dict[str, GateSite]
     estimator: Estimators | None
     step: int
     at_draws: set[str]

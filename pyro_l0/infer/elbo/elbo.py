@@ -39,7 +39,7 @@ from pyro_l0.infer.runs import (
     over_particles,
     record_run,
 )
-from pyro_l0.infer.slabs import Switch, switches_of
+from pyro_l0.infer.slabs import GateSite, slab_to_gate
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 _LOG_Q = "log q(z)"  # beside the terms of a particle
@@ -155,7 +155,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         objective: Objective | str = "free_energy",
         lam: Coefficient = 0.0,
         group_size: Coefficient | None = None,
-        slab: Mapping[str, Switch] | None = None,
+        slab: Mapping[str, GateSite] | None = None,
         kl_scale: float | Callable[[int], float] = 1.0,
         num_particles: int = 1,
         *,
@@ -181,7 +181,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.objective = objective
         self.lam = as_dict(lam)
         self.group_size = as_dict(size)
-        self.slab = switches_of(slab)
+        self.slab = slab_to_gate(slab)
         self.kl_scale = kl_scale
         self.weight_decay = as_dict(weight_decay)
         # A copy of its own class: that of square_norms computes all sites' norms together.

@@ -22,7 +22,7 @@ from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.guides.mean_field import carried, transform_to_support
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.runs import generators_kept
-from pyro_l0.infer.slabs import Drawn, Switch, check_used, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, check_used, gate_site
 
 #: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
 SUM_OUT = (
@@ -101,7 +101,9 @@ def check_draws(name: str, gate: GateDistribution) -> None:
         )
 
 
-def check_slabs(slabs: Mapping[str, Switch], gates: Mapping[str, GateDistribution], model: Mapping[str, Site]) -> None:
+def check_slabs(
+    slabs: Mapping[str, GateSite], gates: Mapping[str, GateDistribution], model: Mapping[str, Site]
+) -> None:
     """Refuse slabs that are not latent weights of the model, and slabs whose gates are not gates."""
     for slab, switch in slabs.items():
         gate = gate_site(switch)
@@ -226,7 +228,7 @@ def _parents(run: _Run, sites: _Sites, names: Collection[str]) -> dict[str, set[
 def _density(site: Site, values: _Sites) -> Tensor:
     """What shows a change of a site's distribution: its density at one value."""
     fn, value = innermost(site["fn"]), values.get(site["name"], site)["value"]
-    if isinstance(fn, Drawn):  # its joint draw has terms of its own
+    if isinstance(fn, Conditional):  # its joint draw has terms of its own
         return torch.zeros(())
     density: Tensor = fn.v if isinstance(fn, Delta) else site["fn"].log_prob(value)
     return density
@@ -251,7 +253,7 @@ def _descendants(parents: Mapping[str, set[str]], name: str) -> set[str]:
 
 
 def check_dependence(
-    model: _Sites, guide: _Sites, slab: Mapping[str, Switch], run_model: _Run, run_guide: _Run, at_draws: bool
+    model: _Sites, guide: _Sites, slab: Mapping[str, GateSite], run_model: _Run, run_guide: _Run, at_draws: bool
 ) -> set[str]:
     """The sites whose KL has to be taken at their draws; raises for slabs and for gates whose KL would be biased.
 
@@ -266,11 +268,11 @@ def check_dependence(
     # What is computed from other draws, a Delta, is computed anew.
     drawn = {name: x for name, x in guide.items() if name not in latent or not isinstance(innermost(x["fn"]), Delta)}
     parents = _parents(run_guide, drawn, [x for x in latent if x in drawn and drawn[x]["value"].is_floating_point()])
-    jointly = [name for name, site in latent.items() if isinstance(site["fn"], Drawn)]
+    jointly = [name for name, site in latent.items() if isinstance(site["fn"], Conditional)]
     for i, name in enumerate(jointly):
         parents[name] |= set(jointly[:i])
     for name, switch in slab.items():
-        if not isinstance(guide[name]["fn"], Drawn):
+        if not isinstance(guide[name]["fn"], Conditional):
             _check_slab(name, gate_site(switch), _links(model, guide), guide, parents)
     after = {name: {x for x in _descendants(parents, name) if x in places} for name in places}
     turned = {(v, z) for i, z in enumerate(order) for v in order[:i] if places[v] > places[z] and v in after[z]}

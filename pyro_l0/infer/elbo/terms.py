@@ -36,7 +36,7 @@ from pyro_l0.infer.elbo.pairs import (
     own_densities,
 )
 from pyro_l0.infer.record import Site
-from pyro_l0.infer.slabs import Drawn, Switch, alignment_of, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site
 
 Kind = Literal["observed", "slab", "other", "gates"]
 
@@ -102,7 +102,7 @@ class Block:
         """Posterior and prior, each one gate for all sites; None if the priors do not combine to one."""
         if self.joint is None:
             q = self.posterior["fn"]
-            return q.base_dist if isinstance(q, Drawn) else q, self.prior["fn"]
+            return q.base_dist if isinstance(q, Conditional) else q, self.prior["fn"]
         priors = [inside_events(self.run.model[name]["fn"]) for name in self.names]
         prior = concatenate(priors) if all(isinstance(fn, GateDistribution) for fn in priors) else None
         posterior = concatenate(self.joint.gates)
@@ -326,7 +326,7 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
             f"Expected a gate at site {gates.name!r} for slab site {name!r}, but got {gates.posterior['fn']}."
         )
     q, p = block.posterior["fn"], block.prior["fn"]
-    if isinstance(q, Drawn):  # given its gates, and its prior where they are closed
+    if isinstance(q, Conditional):  # given its gates, and its prior where they are closed
         return _log_ratio(block)
     # Elements have KLs of their own where both sides are products of them.
     inner, inner_prior = inside_events(q), inside_events(p)
@@ -417,7 +417,7 @@ OBJECTIVES: dict[str, tuple[Term, ...]] = {
 # ------------------------------------------------------------ checks
 
 
-def check_slab(objective: str, slab: Mapping[str, Switch] | None, **prices: Coefficient) -> None:
+def check_slab(objective: str, slab: Mapping[str, GateSite] | None, **prices: Coefficient) -> None:
     """Refuse slabs or prices for an objective without such terms, and no slabs for one that needs them."""
     terms = OBJECTIVES[objective]
     if slab and SLAB_KL not in terms:

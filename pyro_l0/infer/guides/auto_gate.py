@@ -21,7 +21,7 @@ from pyro_l0.expect import expect
 from pyro_l0.infer.guides.correlated import CorrelatedPosterior
 from pyro_l0.infer.guides.mean_field import (
     GatesPosterior,
-    LoneLatents,
+    IndependentLatents,
     MeanField,
     SitePosterior,
     first_gates,
@@ -451,7 +451,7 @@ class AutoGate(AutoGuide):
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         medians = {name: gate.median.clone() for name, gate in self.posterior().items()}
-        for name, latent in self._of_kind(LoneLatents).items():
+        for name, latent in self._of_kind(IndependentLatents).items():
             loc = latent.parameters["loc"].detach().clone()
             medians[name] = loc if latent.transform is None else latent.transform(loc)
         return medians

@@ -26,7 +26,7 @@ from pyro_l0.infer.guides.correlated import (
 from pyro_l0.infer.guides.expansion import StructuredSlabs, log_likelihood
 from pyro_l0.infer.guides.mean_field import (
     GatesPosterior,
-    LoneLatents,
+    IndependentLatents,
     MeanField,
     SitePosterior,
     Slab,
@@ -37,7 +37,7 @@ from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, col
 from pyro_l0.infer.guides.summaries import JointDraws
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import Args, Kwargs, each
-from pyro_l0.infer.slabs import Part, Switch, alignment_of, check_used, gate_site, switches_of
+from pyro_l0.infer.slabs import GateSite, JointSample, alignment_of, check_used, gate_site, slab_to_gate
 from pyro_l0.maths.second_order import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
@@ -109,7 +109,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     def __init__(
         self,
         model: Callable[..., object],
-        slab: Mapping[str, Switch],
+        slab: Mapping[str, GateSite],
         init_scale: float = 0.1,
         init_loc: Mapping[str, Tensor] | None = None,
         *,
@@ -122,10 +122,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         expect(Mapping | None, "a dict of tensors by slab site", init_loc=init_loc)
         expect(list | tuple | None, "a list of sites", hyper=hyper)
         self._family_of_prior = "family" not in options
-        switches = switches_of(slab)
+        gate_of_slab = slab_to_gate(slab)
         self._structure, options = structure_of(gates, slabs, hyper, options)
         super().__init__(model, **options)
-        self.slab = switches
+        self.slab = gate_of_slab
         self._hyper = None if hyper is None else tuple(hyper)
         self._others: list[str] = []  # sites of this guide that are neither gates nor slabs
         self._pending: dict[str, Tensor] = {}
@@ -140,8 +140,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         found = [find_gate(site["fn"]) for site in sites.values()]
         if self._family_of_prior and all(isinstance(gate, BernoulliGate) for gate in found if gate is not None):
             self.family = BernoulliGate  # any other posterior would have an infinite KL
-        for slab, switch in self.slab.items():
-            for name, is_gate in ((slab, False), (gate_site(switch), True)):
+        for slab, gate in self.slab.items():
+            for name, is_gate in ((slab, False), (gate_site(gate), True)):
                 if name not in sites or (find_gate(sites[name]["fn"]) is not None) != is_gate:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
@@ -163,7 +163,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
         assert prototype is not None
         nodes: dict[str, Site] = prototype.nodes
-        self._alignments = {name: alignment_of(name, switch, nodes) for name, switch in self.slab.items()}
+        self._alignments = {name: alignment_of(name, gate, nodes) for name, gate in self.slab.items()}
         check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
@@ -297,8 +297,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
                 self._pending[name.removeprefix(start)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def draw_together(self, number: int) -> dict[str, Part] | None:
-        """The sites' parts of joint draws, for a loss that takes many particles at once; None in subsampled plates."""
+    def draw_together(self, number: int) -> dict[str, JointSample] | None:
+        """Joint samples by site, for a loss that takes many particles at once; None in subsampled plates."""
         self._share_parameters()
         if self._joint is None and any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
             return None
@@ -313,7 +313,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         Raises:
             ValueError: the guide has not been called.
         """
-        posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(LoneLatents).values()]
+        posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(IndependentLatents).values()]
         sites = [x for posterior in posteriors for x in posterior.parameters.values()]
         if self._joint is None:
             return [{"params": sites, "lr": learning_rate}]
@@ -344,9 +344,9 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     def draws(self, n: int) -> dict[str, Tensor]:
         """n joint draws of gates, slabs and the other latents, by site, shape ``(n, *shape of the site)``."""
         if self._joint is not None:
-            return {name: part.supported() for name, part in self._joint.draw_together(n).items()}
-        lone = {name: x.distribution(x.parameters) for name, x in self._of_kind(LoneLatents).items()}
-        sites: dict[str, TorchDistribution] = {**super().posterior(), **lone}
+            return {name: sample.supported() for name, sample in self._joint.draw_together(n).items()}
+        others = {name: x.distribution(x.parameters) for name, x in self._of_kind(IndependentLatents).items()}
+        sites: dict[str, TorchDistribution] = {**super().posterior(), **others}
         return {name: fn.sample((n,)) for name, fn in sites.items()}
 
     def _is_gate(self, name: str) -> bool:
@@ -360,7 +360,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         """
         if self._structure is not None:
             raise ValueError("Expected slabs that depend on nothing, but they depend on their gates; use draws.")
-        found = self._of_kind(LoneLatents)
+        found = self._of_kind(IndependentLatents)
         return {name: slab.distribution(slab.parameters) for name, slab in found.items() if name in self.slab}
 
     @torch.no_grad()

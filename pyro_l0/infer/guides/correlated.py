@@ -1,4 +1,4 @@
-"""A joint posterior of gates, slabs and other latent variables, drawn part by part, and where it starts."""
+"""A joint posterior of gates, slabs and other latent variables, its draws, and where it starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pyro_l0.infer.guides.mean_field import (
 )
 from pyro_l0.infer.record import Record, Site, is_deterministic
 from pyro_l0.infer.runs import Args, Kwargs, log_prob, sample_sites
-from pyro_l0.infer.slabs import Drawn, Part, Switch, alignment_of, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, JointSample, alignment_of, gate_site
 
 _START = 0.2  # standard deviation of the other latents on the real line
 
@@ -113,7 +113,7 @@ class ConjugateRate(NamedTuple):
 
 
 class CorrelatedPosterior(nn.Module):
-    """The parts of a joint posterior and their order: other latents, gates, rates, slabs.
+    """A joint posterior, whose sites are drawn in this order: other latents, gates, rates, slabs.
 
     ``slabs`` has the other latents too that are drawn with the slabs. ``chain`` is None where a family draws the gates.
     The guide sets ``posteriors``, those of the gates by site, and ``plates``, the names of each site's plates.
@@ -148,34 +148,34 @@ class CorrelatedPosterior(nn.Module):
         outside = {x.dim: x.size for x in runtime._PYRO_STACK if isinstance(x, IndepMessenger)}
         particles = {dim: size for dim, size in outside.items() if dim is not None}
         values: dict[str, Tensor] = {}
-        for name, part in self.draw_together(math.prod(particles.values())).items():
+        for name, sample in self.draw_together(math.prod(particles.values())).items():
             with ExitStack() as stack:
                 for plate in self.plates[name]:
                     stack.enter_context(plates[plate])
-                fn, value = part.at_site(particles)
-                values[name] = pyro.sample(name, fn if part.depends else Drawn(fn, value))
+                fn, value = sample.at_site(particles)
+                values[name] = pyro.sample(name, fn if sample.depends else Conditional(fn, value))
         return values
 
     def draw_for(self, record: Record) -> dict[str, Tensor]:
         """Sample every site for a loss that needs sites alone."""
-        return {name: record.sample(name, *part.at_site({})) for name, part in self.draw_together(1).items()}
+        return {name: record.sample(name, *sample.at_site({})) for name, sample in self.draw_together(1).items()}
 
-    def draw_together(self, n: int) -> dict[str, Part]:
-        """Parts of n joint draws, by site in their order."""
-        parts: dict[str, Part] = {}
+    def draw_together(self, n: int) -> dict[str, JointSample]:
+        """n joint samples, by site in their order."""
+        samples: dict[str, JointSample] = {}
         hyper, means, deviations = self.hyper_posterior.draw(n)
-        self._add(parts, self.hyper, _normal, hyper, means, deviations)
+        self._add(samples, self.hyper, _normal, hyper, means, deviations)
         shift = hyper - self.hyper_start
-        gates = self._draw_gates(parts, shift, n)
+        gates = self._draw_gates(samples, shift, n)
         for rate in self.rates:
-            parameters = rate.parameters({name: parts[name].values for name in rate.gates})
+            parameters = rate.parameters({name: samples[name].values for name in rate.gates})
             values = _beta(*parameters).sample()
-            parts[rate.name] = Part(values, _beta, parameters, rate.shape, 0)
+            samples[rate.name] = JointSample(values, _beta, parameters, rate.shape, 0)
         given = self.slab_posterior.given(gates, shift)
         noise = torch.randn_like(given.mean)
         slabs = given.draw(noise)
-        self._add(parts, self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
-        return parts
+        self._add(samples, self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
+        return samples
 
     def active_probs(self, draws: int) -> dict[str, Tensor]:
         """P(z != 0) of the gates by site, the mean over draws of their conditional probabilities."""
@@ -200,27 +200,29 @@ class CorrelatedPosterior(nn.Module):
 
     def _add(
         self,
-        parts: dict[str, Part],
+        samples: dict[str, JointSample],
         layout: Layout,
         make: Callable[..., TorchDistribution],
         values: Tensor,
         *parameters: Tensor,
     ) -> None:
-        """Add the parts of several sites from what they have side by side, shape ``(n, size)`` each."""
+        """Add the samples of several sites from what they have side by side, shape ``(n, size)`` each."""
         split = [layout.pieces(x.expand_as(values)) for x in (values, *parameters)]
         for name, shape in layout.shapes.items():
             value, *own = (x[name] for x in split)
-            parts[name] = Part(value, make, tuple(own), shape, layout.event_dims[name], layout.transforms.get(name))
+            samples[name] = JointSample(
+                value, make, tuple(own), shape, layout.event_dims[name], layout.transforms.get(name)
+            )
 
-    def _draw_gates(self, parts: dict[str, Part], shift: Tensor, n: int) -> Tensor:
-        """Add the gates' parts; the gates side by side, shape ``(n, size)``."""
+    def _draw_gates(self, samples: dict[str, JointSample], shift: Tensor, n: int) -> Tensor:
+        """Add the gates' samples; the gates side by side, shape ``(n, size)``."""
         if self.chain is None:
             for name, gate in self._distributions().items():
-                parts[name] = Part.of(gate, n, self.gates.event_dims[name])
-            return torch.cat([parts[name].values for name in self.gates.shapes], -1)
+                samples[name] = JointSample.of(gate, n, self.gates.event_dims[name])
+            return torch.cat([samples[name].values for name in self.gates.shapes], -1)
         base = self._base()
         gates = self.chain.sample(base, shift)
-        self._add(parts, self.gates, _bernoulli, gates, self.chain.log_odds(base, gates, shift))
+        self._add(samples, self.gates, _bernoulli, gates, self.chain.log_odds(base, gates, shift))
         return gates
 
     def _distributions(self) -> dict[str, GateDistribution]:
@@ -279,7 +281,7 @@ def correlated_posterior(
     sites: Mapping[str, Site],
     run_at: RunAt,
     structure: Structure,
-    slab: Mapping[str, Switch],
+    slab: Mapping[str, GateSite],
     hyper_names: Sequence[str] | None,
 ) -> CorrelatedPosterior:
     """The posterior that a guide learns from, for a model with these sites in one run.
@@ -310,7 +312,7 @@ def correlated_posterior(
     values = {name: sites[name]["value"] for name in latent}
     values |= {x.name: sites[x.name]["fn"].mean.detach().expand_as(values[x.name]) for x in rates}
     model = OpenModel(run_at, values, slabs, gates, hyper)
-    gate_of = model.switches(model.slab_prior(start)[1].detach(), start, _gates_of(sites, slab, slab_names, gates))
+    gate_of = model.gates_of(model.slab_prior(start)[1].detach(), start, _gates_of(sites, slab, slab_names, gates))
     held = _held(hyper, start, lambda at: run_at({**values, **hyper.apart(at)}))
     expansion = expand(model, start, held)
     kind = StructuredSlabs if structure.structured else IndependentSlabs
@@ -388,7 +390,7 @@ def _odds(site: Site) -> Tensor | None:
     return gate.logits.detach() if isinstance(gate, BernoulliGate) else None
 
 
-def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, Switch], names: Sequence[str], gates: Layout) -> Tensor:
+def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, GateSite], names: Sequence[str], gates: Layout) -> Tensor:
     """Which gate switches each element of the slabs, as the user says, shape ``(p,)``; -1 for none."""
     positions, found = gates.positions(), []
     for name in names:

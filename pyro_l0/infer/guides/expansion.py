@@ -61,7 +61,7 @@ class OpenModel(NamedTuple):
         return torch.stack([*found, self.hyper.log_jacobian(hyper)]).sum()
 
     @torch.no_grad()
-    def switches(self, slab_scale: Tensor, hyper: Tensor, gate_of: Tensor) -> Tensor:
+    def gates_of(self, slab_scale: Tensor, hyper: Tensor, gate_of: Tensor) -> Tensor:
         """Which gate switches each slab: ``gate_of``, or shape ``(p, k)`` where only products of gates do.
 
         Refuses a model in which gates do anything else. Its likelihood at any gates and slabs must be that at open

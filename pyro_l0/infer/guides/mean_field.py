@@ -20,7 +20,7 @@ from torch.distributions.transforms import ExpTransform
 from pyro_l0.distributions.gate import GateDistribution, concatenate, innermost
 from pyro_l0.fast.switch import is_on
 from pyro_l0.infer.record import Record, Site
-from pyro_l0.infer.slabs import Part
+from pyro_l0.infer.slabs import JointSample
 
 MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # advice where sites can't be correlated
 
@@ -188,9 +188,11 @@ class MeanField:
                 values[name] = record.sample(name, fn)
         return values
 
-    def draw_together(self, n: int) -> dict[str, Part]:
-        """Parts of n joint draws, by site."""
-        return {name: Part.of(x.distribution(x.parameters), n, x.event_dim) for name, x in self._posteriors.items()}
+    def draw_together(self, n: int) -> dict[str, JointSample]:
+        """n joint samples, by site."""
+        return {
+            name: JointSample.of(x.distribution(x.parameters), n, x.event_dim) for name, x in self._posteriors.items()
+        }
 
     def _gates(self, name: str) -> tuple[GateDistribution, TorchDistributionMixin]:
         """The gates of a site, and these in events; kept from step to step if they hold the parameters themselves."""
@@ -263,7 +265,7 @@ _DRAWS = 31  # whose median is within 0.3 quartile deviations of a Cauchy's cent
 
 
 @dataclass(frozen=True)
-class LoneLatents(SitePosterior):
+class IndependentLatents(SitePosterior):
     """Normals, transformed to the prior's support (None for the real line)."""
 
     transform: Transform | None
@@ -291,7 +293,7 @@ def carried(loc: Tensor, scale: Tensor, transform: Transform | None) -> Slab:
 
 def first_latents(
     name: str, site: Site, is_slab: bool, init_loc: Tensor | None = None, init_scale: float = 0.1
-) -> LoneLatents:
+) -> IndependentLatents:
     """A site's normals at the start: at medians that are given, or at the prior's mean."""
     fn, loc = site["fn"], init_loc
     plates, shape = plates_and_shape(site)
@@ -310,7 +312,7 @@ def first_latents(
         )
     log_scale = torch.full_like(loc, math.log(init_scale))
     parameters = {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
-    return LoneLatents(fn.event_dim, plates, parameters, transform)
+    return IndependentLatents(fn.event_dim, plates, parameters, transform)
 
 
 def transform_to_support(name: str, fn: Distribution, is_slab: bool) -> Transform | None:

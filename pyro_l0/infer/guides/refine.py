@@ -17,7 +17,7 @@ from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
 from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.guides.summaries import JointDraws
 from pyro_l0.infer.record import Site
-from pyro_l0.infer.slabs import Alignment, Switch
+from pyro_l0.infer.slabs import Alignment, GateSite
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.second_order import DenseQuadratic, LogLikelihood
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, collapsed_mean_field, gibbs_by_expansion, tempered_gibbs
@@ -192,7 +192,7 @@ class RefinedPosterior(JointDraws):
     _probs: Tensor
     _draw_gates: Callable[[int], Tensor]
     spread: float
-    slab: dict[str, Switch]
+    slab: dict[str, GateSite]
     _alignments: Mapping[str, Alignment]
 
     def active_probs(self) -> dict[str, Tensor]:

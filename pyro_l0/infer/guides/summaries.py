@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.infer.slabs import Alignment, Switch, gate_site
+from pyro_l0.infer.slabs import Alignment, GateSite, gate_site
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,7 +104,7 @@ class JointDraws:
         slab: the gate site of each slab site.
     """
 
-    slab: dict[str, Switch]
+    slab: dict[str, GateSite]
     _alignments: Mapping[str, Alignment]  # of each slab site
 
     @abstractmethod

@@ -18,7 +18,7 @@ from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.refine import is_quadratic
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
-from pyro_l0.infer.slabs import Drawn, Switch, alignment_of, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
 
 __all__ = ["FitCheck", "check_fit"]
@@ -85,14 +85,14 @@ def log_ratios(
     return ratios, at_once
 
 
-def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, Switch]) -> Tensor:
+def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, GateSite]) -> Tensor:
     found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and _is_drawn(site)]
     for name, site in model.items():
         if not _is_drawn(site):
             continue
         if not site["is_observed"]:
             check_pair(name, site, guide.get(name))
-        if name in slab and not isinstance(guide[name]["fn"], Drawn):
+        if name in slab and not isinstance(guide[name]["fn"], Conditional):
             value = _open_log_ratio(name, slab[name], model, guide)
         elif name in guide:
             value = log_prob(site) - log_prob(guide[name])
@@ -102,15 +102,15 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
     return torch.stack(found).sum()
 
 
-def _open_log_ratio(name: str, switch: Switch, model: Mapping[str, Site], guide: Mapping[str, Site]) -> Tensor:
+def _open_log_ratio(name: str, gate: GateSite, model: Mapping[str, Site], guide: Mapping[str, Site]) -> Tensor:
     """log p - log q of the entries of a slab whose gates are open, summed over events, in the shape of its batch."""
     q, p = inside_events(guide[name]["fn"]), inside_events(model[name]["fn"])
     if q.event_dim != p.event_dim:
         q, p = guide[name]["fn"], model[name]["fn"]
     joint: int = q.event_dim  # dimensions of entries that have no densities of their own, and share a gate
     value = guide[name]["value"]
-    alignment = alignment_of(name, switch, model, guide)
-    is_open = alignment.of(guide[gate_site(switch)]["value"]) != 0
+    alignment = alignment_of(name, gate, model, guide)
+    is_open = alignment.of(guide[gate_site(gate)]["value"]) != 0
     is_open = is_open.reshape(is_open.shape[: is_open.dim() - joint])
     ratio = (p.log_prob(value) - q.log_prob(value)) * is_open
     site = model[name]
@@ -212,10 +212,10 @@ def _advice(moved: float, by_site: dict[str, Tensor], probs: dict[str, Tensor], 
     if moved <= _TOLERANCE:
         return f"Inclusion probabilities move by at most {moved:.3f}: the guide is where it should be."
     site = max(by_site, key=lambda name: float(by_site[name].abs().max()))
-    place = int(by_site[site].abs().argmax())
-    before, after = (float(x[site].reshape(-1)[place]) for x in (probs, repaired))
+    index = int(by_site[site].abs().argmax())
+    before, after = (float(x[site].reshape(-1)[index]) for x in (probs, repaired))
     return (
-        f"Inclusion probabilities move by up to {moved:.2f} (gate {place} of site {site!r}: from {before:.2f} to "
+        f"Inclusion probabilities move by up to {moved:.2f} (gate {index} of site {site!r}: from {before:.2f} to "
         f"{after:.2f}): the guide misses a part of the posterior. Use gates='autoregressive' with slabs='structured', "
         "more steps or restarts, or the probabilities of this check."
     )

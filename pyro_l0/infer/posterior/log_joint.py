@@ -107,7 +107,7 @@ class LogJoint:
     Attributes:
         sites: the sites of one run, reparameterised, whose vector is ``start``.
         gates: names of the latent gates with atoms.
-        latent: the continuous latent sites; ``switches``, those of binary gates.
+        latent: the continuous latent sites; ``binary``, those of binary gates.
         codes: all values of the binary gates, shape ``(2 ** n, n)``.
 
     Raises:
@@ -122,17 +122,17 @@ class LogJoint:
         self.sites = _checked_run(self._model, (), {})
         latent = {name: site for name, site in self.sites.items() if not site["is_observed"] and not _has_atoms(site)}
         self.latent = Layout(latent, {name: biject_to(site["fn"].support) for name, site in latent.items()})
-        self.switches = Layout({name: site for name, site in self.sites.items() if _has_atoms(site)})
+        self.binary = Layout({name: site for name, site in self.sites.items() if _has_atoms(site)})
         values = {name: site["value"].detach() for name, site in self.sites.items()}
         start = self.latent.together(values) if latent else torch.zeros(0)
         self.start = start.to(torch.promote_types(start.dtype, torch.get_default_dtype()))
-        if self.switches.size > MOST_GATES:
+        if self.binary.size > MOST_GATES:
             raise ValueError(
                 f"Expected at most {MOST_GATES} BernoulliGate gates, whose values are summed out at each step, but got "
-                f"{self.switches.size} at {sorted(self.switches.shapes)}. Use gates that a sampler moves, such as "
+                f"{self.binary.size} at {sorted(self.binary.shapes)}. Use gates that a sampler moves, such as "
                 "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab instead."
             )
-        self.codes = _codes(self.switches.size, self.start)
+        self.codes = _codes(self.binary.size, self.start)
         self._vectorises = self._check_vectorised()
 
     def __call__(self, vector: Tensor, code: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -140,10 +140,10 @@ class LogJoint:
 
         The density is with respect to the vector and counting measure of the binary gates, shape ``()``.
         """
-        given = {**self.latent.reals(vector), **self.switches.reals(code)}
+        given = {**self.latent.reals(vector), **self.binary.reals(code)}
         given = {name: x.to(self.sites[name]["value"].dtype) for name, x in given.items()}
         # A check of values would branch on what torch.vmap maps.
-        with pyro.validation_enabled(False), _At(given, self.switches.shapes) as run:
+        with pyro.validation_enabled(False), _At(given, self.binary.shapes) as run:
             self._model()
         return run.log_prob, run.values
 
@@ -189,9 +189,9 @@ class LogJoint:
             good = torch.allclose(together, alone, rtol=1e-3, atol=1e-3, equal_nan=True)
         except (RuntimeError, ValueError) as error:
             cause, good = str(error).split("\n")[0], False
-        if not good and self.switches.size:
+        if not good and self.binary.size:
             raise ValueError(
-                f"Expected a model that runs for all values of the gates at {sorted(self.switches.shapes)} at once, "
+                f"Expected a model that runs for all values of the gates at {sorted(self.binary.shapes)} at once, "
                 f"under torch.vmap, but {cause}. Let no Python code branch on a gate or read its value (.item(), if, "
                 "numpy), and write into no tensor in place."
             )
@@ -201,9 +201,9 @@ class LogJoint:
 class _At(Messenger):
     """Give latent sites their values, on the real line but for binary gates, and add up the log probabilities."""
 
-    def __init__(self, given: Mapping[str, Tensor], switches: Collection[str]) -> None:
+    def __init__(self, given: Mapping[str, Tensor], binary: Collection[str]) -> None:
         super().__init__()
-        self._given, self._switches = given, switches
+        self._given, self._binary = given, binary
         self.log_prob = torch.zeros(())
         self.values: dict[str, Tensor] = {}
 
@@ -213,7 +213,7 @@ class _At(Messenger):
         if msg["is_observed"]:
             return
         msg["value"] = given = self._given[msg["name"]]
-        if msg["name"] not in self._switches:
+        if msg["name"] not in self._binary:
             transform = biject_to(msg["fn"].support)  # anew: the support may depend on other sites
             msg["value"] = transform(given)
             self.log_prob = self.log_prob + transform.log_abs_det_jacobian(given, msg["value"]).sum()

@@ -17,7 +17,7 @@ from pyro_l0.expect import expect_count
 from pyro_l0.infer.guides.summaries import JointDraws, Summary, entry, import_arviz
 from pyro_l0.infer.posterior.log_joint import LogJoint, Model, recorded_with_slope
 from pyro_l0.infer.runs import seeded
-from pyro_l0.infer.slabs import Alignment, Switch, alignment_of, gate_site, product_name, switches_of
+from pyro_l0.infer.slabs import Alignment, GateSite, alignment_of, gate_site, product_name, slab_to_gate
 
 __all__ = ["GatedSlab", "PosteriorSamples", "moved_by_swaps", "sample_posterior", "slabs_of"]
 
@@ -42,7 +42,7 @@ class _Swap(NamedTuple):
     signs: Tensor
 
 
-def slabs_of(log_joint: LogJoint, slab: Mapping[str, Switch]) -> list[GatedSlab]:
+def slabs_of(log_joint: LogJoint, slab: Mapping[str, GateSite]) -> list[GatedSlab]:
     """The slabs with their gates; refuses gates that do not fit."""
     return [GatedSlab(name, gate_site(x), alignment_of(name, x, log_joint.sites)) for name, x in slab.items()]
 
@@ -97,10 +97,10 @@ def _swaps(log_joint: LogJoint, slabs: Sequence[GatedSlab], active: Mapping[str,
 
 def _swap(log_joint: LogJoint, gate: str, slabs: Sequence[GatedSlab], i: int, j: int, sign: float) -> _Swap | None:
     """Exchange gates i and j of a site, and the entries of its slabs; None if they have not as many."""
-    latent, switches = log_joint.latent.positions(), log_joint.switches.positions()
-    vector, code = torch.arange(log_joint.latent.size), torch.arange(log_joint.switches.size)
+    latent, binary = log_joint.latent.positions(), log_joint.binary.positions()
+    vector, code = torch.arange(log_joint.latent.size), torch.arange(log_joint.binary.size)
     signs = torch.ones_like(log_joint.start)
-    row, gates = (code, switches[gate]) if gate in switches else (vector, latent[f"{gate}_base"])
+    row, gates = (code, binary[gate]) if gate in binary else (vector, latent[f"{gate}_base"])
     _exchange(row, gates[[i]], gates[[j]])
     numbered = torch.arange(len(gates)).reshape(log_joint.sites[gate]["value"].shape)
     for slab in slabs:
@@ -154,7 +154,7 @@ class PosteriorSamples(JointDraws):
     moved: dict[str, Tensor]
     divergences: tuple[int, ...]
     problems: tuple[str, ...]
-    slab: dict[str, Switch] = field(default_factory=dict)
+    slab: dict[str, GateSite] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -178,7 +178,7 @@ class PosteriorSamples(JointDraws):
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
-        return {name: draws[product_name(gate_site(switch), name)] for name, switch in self.slab.items()}
+        return {name: draws[product_name(gate_site(gate), name)] for name, gate in self.slab.items()}
 
     def summary(self, draws: int | None = None) -> Summary:
         """Summary of every sample, with r-hat, effective sample sizes and problems; arguments as in the base class."""
@@ -201,7 +201,7 @@ class PosteriorSamples(JointDraws):
 def sample_posterior(
     model: Model,
     *args: object,
-    slab: Mapping[str, Switch] | None = None,
+    slab: Mapping[str, GateSite] | None = None,
     kernel: Kernel = "nuts",
     num_samples: int = 500,
     warmup_steps: int = 300,
@@ -262,12 +262,12 @@ def sample_posterior(
     expect_count(8, num_samples=num_samples)
     expect_count(0, warmup_steps=warmup_steps)
     expect_count(2, num_chains=num_chains)
-    switches = switches_of(slab)
+    gate_of_slab = slab_to_gate(slab)
     with seeded(seed):
         posterior = LogJoint(model, args, kwargs)
-        slabs = slabs_of(posterior, switches)
+        slabs = slabs_of(posterior, gate_of_slab)
         vectors, divergences = _run_chains(posterior, kernel, num_samples, warmup_steps, num_chains)
-        result = _complete(posterior, vectors, slabs, switches, divergences)
+        result = _complete(posterior, vectors, slabs, gate_of_slab, divergences)
     if result.problems:
         warnings.warn(" ".join((*result.problems, _ADVICE)), stacklevel=2)
     return result
@@ -315,7 +315,7 @@ def _complete(
     posterior: LogJoint,
     vectors: Tensor,
     slabs: Sequence[GatedSlab],
-    switches: dict[str, Switch],
+    gate_of_slab: dict[str, GateSite],
     divergences: tuple[int, ...],
 ) -> PosteriorSamples:
     """Draw the gates that were summed out, compute values and products, and check the draws."""
@@ -328,14 +328,14 @@ def _complete(
         values[product_name(gate, name)] = alignment.of(values[gate], 1) * values[name]
     gates = dict.fromkeys((*posterior.gates, *(slab.gate for slab in slabs)))
     probabilities = {name: (values[name] != 0).double() for name in gates}
-    for name, x in posterior.switches.pieces(conditional).items():
+    for name, x in posterior.binary.pieces(conditional).items():
         probabilities[name] = x.reshape(values[name].shape)
     samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}
     chain_probs = {name: x.unflatten(0, by_chain).mean(1) for name, x in probabilities.items()}
     agreement, ess = chain_statistics(samples)
     moved = moved_by_swaps(posterior, flat, codes, slabs)
     problems = _problems(agreement, chain_probs, moved, sum(divergences) / len(flat))
-    return PosteriorSamples(samples, chain_probs, agreement, ess, moved, divergences, problems, switches)
+    return PosteriorSamples(samples, chain_probs, agreement, ess, moved, divergences, problems, gate_of_slab)
 
 
 def chain_statistics(samples: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -93,9 +93,9 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = evidence.log_marginal(z)
     weights = log_marginal.softmax(0)
-    lightest_first = weights.argsort()
-    heavy = lightest_first[weights[lightest_first].cumsum(0) > _LEFT_OUT]
-    moments = evidence.moments(z[heavy], weights[heavy] / weights[heavy].sum())
+    ascending = weights.argsort()
+    matters = ascending[weights[ascending].cumsum(0) > _LEFT_OUT]
+    moments = evidence.moments(z[matters], weights[matters] / weights[matters].sum())
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)

@@ -15,7 +15,7 @@ from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, fit
 from pyro_l0.infer.elbo.estimators import leave_one_out
 from pyro_l0.infer.guides.correlated import GateChain, HyperPosterior
 from pyro_l0.infer.posterior.check_fit import Evidence, log_ratios
-from pyro_l0.infer.slabs import Drawn
+from pyro_l0.infer.slabs import Conditional
 from tests.infer.regressions import correlated_guide, regression, shaken
 from tests.maths.spike_and_slab import log_evidence
 from tests.reference_posteriors import all_gates
@@ -76,7 +76,7 @@ def test_marginals_are_those_of_the_enumeration():
 def test_drawn_is_a_density_of_its_value_alone():
     """Its value, its density there, and refusals of others."""
     value = torch.tensor([0.3, -0.2])
-    fn = Drawn(dist.Normal(torch.zeros(2), 2.0), value)
+    fn = Conditional(dist.Normal(torch.zeros(2), 2.0), value)
     assert fn.sample() is value
     assert fn.rsample() is value
     torch.testing.assert_close(fn.log_prob(value), dist.Normal(0.0, 2.0).log_prob(value))
