@@ -20,7 +20,6 @@ __all__ = ["Note", "Pruned", "PruningReport", "largest_unit", "looks_untrained",
 FEW_STEPS = 300
 _LARGE = 0.05  # of a budget, for a unit
 _USED = 0.95  # of a budget
-_UNDECIDED = 0.05
 _FAR = 3.0  # times the error of the network as it was given
 _SLOW = 1.1  # of a budget of latency, as it was measured
 _UNTRAINED = 0.95  # of the loss with shuffled targets
@@ -105,8 +104,6 @@ def notes_on(
         )
     elif largest > _LARGE:
         tell(f"The largest unit takes {largest:.1%} of the budget, which can't be met more exactly.", False)
-    if report.undecided > _UNDECIDED:
-        tell(f"{report.undecided:.1%} of the gates are neither 0 nor 1, and the cut decides them. Give more epochs.")
     if report.at_minimum:
         tell(
             f"Sites at their minimum: {', '.join(report.at_minimum)}. The budget is small for these layers.",

@@ -41,8 +41,7 @@ from pyro_l0.training.processes import average_buffers
 
 __all__ = ["Cut", "Run", "fingerprint"]
 
-# Notes tell of undecided gates, and a branch may close.
-_TOLD_OTHERWISE = ("undecided-gates", "site-collapsed")
+_AS_WANTED = "site-collapsed"  # a branch may close
 
 
 @dataclass
@@ -168,7 +167,7 @@ class Run:
         """Take the units out of the network at the next budget, and make ready to train it further."""
         if self.tuned < 0 and self.gated_steps + self.further_steps >= FEW_STEPS:
             found = self.phase.diagnose(some_batches(self.loader)).findings
-            self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code not in _TOLD_OTHERWISE]
+            self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code != _AS_WANTED]
         self.tuned += 1
         cut = self.cuts[self.tuned]
         network = self._compact(cut).network

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.infer.target.sparsity_target import TargetReport
-from pyro_l0.nn import Gate
+from pyro_l0.nn import Gate, L0Gate
 from pyro_l0.pruning.result import notes_on
 from tests.networks import Net
 from tests.pruning.networks import Mlp, digits, prune_with
@@ -23,7 +23,7 @@ def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], budg
     return prune_with(Mlp() if network is None else network, loss, data, example, budget, epochs=epochs, **options)
 
 
-few_steps = pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+few_steps = pytest.mark.filterwarnings("ignore:24 steps are few")
 
 
 class Stream(IterableDataset):
@@ -209,7 +209,16 @@ def test_several_targets():
     assert "(image, (label, box))" in caught.value.__notes__[0]
 
 
-def test_undecided_gates_and_minima():
+def test_what_the_doctor_finds():
+    """Gates that stay where they are; its code begins the note, which is a warning."""
+    network = nn.Sequential(nn.Flatten(), L0Gate(64), nn.Linear(64, 16), nn.ReLU(), L0Gate(16), nn.Linear(16, 10))
+    network[1].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"gates-not-trained: requires_grad of their parameters is False") as caught:
+        result = pruned(network, epochs=38, pretrained=False)
+    assert [str(warning.message) for warning in caught] == [note for note in result.report.notes if "not-" in note]
+
+
+def test_units_that_take_much_and_minima():
     """From what a target says of itself; gates at their minimum are noted and not warned of."""
     reached = TargetReport(
         step=400,
@@ -223,7 +232,6 @@ def test_undecided_gates_and_minima():
     )
     notes = notes_on(reached, 0.07, 400, False, (0.02, 0.5), {"stem": "its size is written into code"})
     expected = {
-        "6.0% of the gates are neither": True,
         "largest unit takes 7.0%": False,
         "first.1": False,
         "was 0.02 and is 0.5": True,
@@ -232,7 +240,7 @@ def test_undecided_gates_and_minima():
     for words, is_warning in expected.items():
         assert [note.is_warning for note in notes if words in note.text] == [is_warning]
     healthy = notes_on(reached, 0.01, 400, False, (-0.98, -0.97), {})
-    assert len(healthy) == 2  # an error below 0 has no multiple to compare with
+    assert len(healthy) == 1  # an error below 0 has no multiple to compare with
 
 
 class Recurrent(nn.Module):
