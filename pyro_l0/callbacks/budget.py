@@ -124,8 +124,8 @@ class NetworkBudget:
         self.optimiser = torch.optim.Adam([{"params": locations, **self.target.optimiser_options}])
         if self._saved:
             with torch.no_grad():
-                for location, place in zip(locations, before, strict=True):
-                    location.copy_(place)
+                for location, value in zip(locations, before, strict=True):
+                    location.copy_(value)
             self.load_state_dict(self._saved)
             self._saved = None
 

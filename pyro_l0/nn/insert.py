@@ -241,9 +241,9 @@ class _RecurrentHook(_OutputHook):
     def gate_weights(self, module: Any, args: object) -> None:
         """Multiply the weights that read hidden units, of the same layer or the one in front, for one call."""
         module._update_flat_weights()  # which the call would do, where weights were replaced
-        for place, name in enumerate(module._flat_weights_names):
+        for i, name in enumerate(module._flat_weights_names):
             if name.startswith("weight_") and not name.startswith("weight_ih_l0"):
-                module._flat_weights[place] = self._gated(module, module._flat_weights[place])
+                module._flat_weights[i] = self._gated(module, module._flat_weights[i])
 
     def __call__(self, module: Any, args: object, output: Any) -> Any:
         """Put the weights back, and multiply the output and the last state."""

@@ -104,9 +104,9 @@ class L0Gate(GateLayer):
         check_rate("init_active_prob", init_active_prob, kind.__name__)
         template = kind.from_active_prob(torch.tensor(float(init_active_prob)), **options)
         self._set_up(template, torch.Size(shape), dim, sync_draws)
-        for place, (name, value) in enumerate(template.on_real_line().items()):
+        for i, (name, value) in enumerate(template.on_real_line().items()):
             start = value.expand(shape).clone()
-            if place == 0:
+            if i == 0:
                 start += init_jitter * torch.randn(shape)
             self.register_parameter(name, nn.Parameter(start))
 
@@ -171,7 +171,7 @@ class L0Gate(GateLayer):
 
     @property
     def location(self) -> nn.Parameter:
-        """The parameter that places the gates, the gates' shape."""
+        """The parameter that moves P(z != 0) most, the gates' shape."""
         location: nn.Parameter = getattr(self, next(iter(self._template.learned)))
         if location.shape != self.shape or hasattr(location, "to_local"):
             raise ValueError(

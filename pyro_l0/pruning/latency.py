@@ -24,7 +24,7 @@ from pyro_l0.training.processes import rank, share_value
 
 __all__ = ["Latency", "call_of", "measure_latency"]
 
-_PLACES = 4  # between which further sizes are looked for
+_INTERVALS = 4  # between which further sizes are looked for
 _FAR = 0.02  # of the whole time, by which a table may be off between its sizes
 _WHOLE = (1, 2, 4, 16)  # of the units of each site one in so many is left in networks that are timed as a whole
 _WAIT, _LEAST_WAIT, _LESS, _SECONDS = 20, 3, 0.01, 1.0  # calls without a shorter one, how much shorter, and a limit
@@ -81,8 +81,8 @@ class Latency:
             )
         self._expectations = Expectations(dependencies.formulas, dependencies.sizes)
         self._tables = [self._table(f"group {i}", *group) for i, group in enumerate(groups.items())]
-        sums, places = np.unique([float(self._sum(gates)) for gates in parts.values()], return_index=True)
-        times = np.array([self.measured[name] for name in parts])[places]
+        sums, first = np.unique([float(self._sum(gates)) for gates in parts.values()], return_index=True)
+        times = np.array([self.measured[name] for name in parts])[first]
         slope = (times[1:2] - times[:1]) / (sums[1:2] - sums[:1])  # down to a network without what is in tables
         rest = np.maximum(times[:1] - slope * sums[:1], 0) if len(sums) > 1 else np.zeros(1)
         knots, values = np.insert(sums, 0, 0.0), np.maximum.accumulate([*rest, *times])
@@ -124,9 +124,9 @@ class Latency:
             def line(number: int, dim: int = dim) -> float:
                 return measure(*sizes[:dim], number, *sizes[dim + 1 :])
 
-            places = sorted({round(1 + (size - 1) * i / _PLACES) for i in range(_PLACES + 1)})
-            between = [place for pair in itertools.pairwise(places) for place in _between(line, *pair, far)]
-            knots.append([0, *sorted({*places, *between})])
+            coarse = sorted({round(1 + (size - 1) * i / _INTERVALS) for i in range(_INTERVALS + 1)})
+            between = [n for pair in itertools.pairwise(coarse) for n in _between(line, *pair, far)]
+            knots.append([0, *sorted({*coarse, *between})])
         values = torch.tensor([measure(*numbers) for numbers in itertools.product(*knots)])
         return _Table(values.view([len(x) for x in knots]), knots, [self._expectations.add(dict(x)) for x in units])
 
@@ -184,10 +184,10 @@ class _Table:
             # What disturbs a measurement makes it longer, so that with fewer units it takes no longer than with more.
             values = values.flip(dim).cummin(dim).values.flip(dim)
         ends = [torch.tensor([min(1, len(x) - 2), len(x) - 1]) for x in knots]
-        places = [torch.tensor(x, dtype=torch.float32) for x in knots]
+        positions = [torch.tensor(x, dtype=torch.float32) for x in knots]
         corners = values[torch.meshgrid(*ends, indexing="ij")]
-        self._steps = [PerDevice(x) for x in (values, *places)]
-        self._line = [PerDevice(x) for x in (corners, *(x[own] for x, own in zip(places, ends, strict=True)))]
+        self._steps = [PerDevice(x) for x in (values, *positions)]
+        self._line = [PerDevice(x) for x in (corners, *(x[own] for x, own in zip(positions, ends, strict=True)))]
 
     def __call__(self, sums: Sequence[Tensor]) -> Tensor:
         at = [sums[number] for number in self._sums]
@@ -198,9 +198,11 @@ class _Table:
 def _interpolate(table: Sequence[PerDevice], at: Sequence[Tensor]) -> Tensor:
     """Linear in each dimension between knots, and beyond them; shape ``()``."""
     values, *knots = (x.on(at[0].device) for x in table)
-    for places, x in zip(knots, at, strict=True):
-        above = torch.searchsorted(places, x.detach().float().view(1)).clamp(1, len(places) - 1)
-        (low, high), (lower, upper) = ([y.index_select(0, i)[0] for i in (above - 1, above)] for y in (places, values))
+    for positions, x in zip(knots, at, strict=True):
+        above = torch.searchsorted(positions, x.detach().float().view(1)).clamp(1, len(positions) - 1)
+        (low, high), (lower, upper) = (
+            [y.index_select(0, i)[0] for i in (above - 1, above)] for y in (positions, values)
+        )
         values = lower + (upper - lower) * ((x - low) / (high - low))
     return values
 

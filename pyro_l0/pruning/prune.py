@@ -20,16 +20,16 @@ from pyro_l0.nn.calls import record_example, refuse_computed
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import GateLayer, gate_names
+from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.latency import Latency, measure_latency
 from pyro_l0.pruning.phases import BatchLoss, LossFunction, Training, trained_modules
-from pyro_l0.pruning.places import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.result import Note, Pruned, PruningReport, largest_unit, notes_on, notes_on_latency
 from pyro_l0.pruning.run import Cut, Run
 from pyro_l0.training.epochs import Checkpoint, saved_entry, some_batches
 from pyro_l0.training.epochs import epochs as train_epochs
 from pyro_l0.training.processes import rank, share
 
-_TIMED_ROOM = 0.75  # of a budget of time, which the least network may take as measured
+_TIMED_FRACTION = 0.75  # of a budget of time, which the least network may take as measured
 Counted = Literal["macs", "weights", "parameters", "latency"]
 
 
@@ -57,7 +57,7 @@ def prune(
 
     Args:
         network: any module that runs in eager torch; it is not changed. If it has :class:`~pyro_l0.nn.Gate` or
-            :class:`~pyro_l0.nn.L0Gate` layers, their places are used, and the families of the latter.
+            :class:`~pyro_l0.nn.L0Gate` layers, their insertion points are used, and the families of the latter.
         loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``.
         loader: gives batches, such as a ``DataLoader`` or a list of them. A tuple or list is inputs and, last, targets;
             any other batch is all input, and also its own targets. Inputs are a tensor, several, or a dict of keywords.
@@ -89,8 +89,9 @@ def prune(
         The smaller network, with a report, a certificate and the history of the run.
 
     Raises:
-        ValueError: no gate can be placed, the budget is below the cost of one unit per site, an argument is
-            out of range, or the checkpoint is damaged, was changed, is of another run or held by another process.
+        ValueError: there is no insertion point for a gate, the budget is below the cost of one unit per site, an
+            argument is out of range, or the checkpoint is damaged, was changed, is of another run or held by another
+            process.
         TypeError: an argument or the loss has the wrong type.
         FileExistsError: the checkpoint exists, and the training does not resume.
         FileNotFoundError: the checkpoint's folder does not exist.
@@ -126,25 +127,25 @@ def prune(
     share(given)
     loss, batch = BatchLoss(loss_fn, device, training.autocast), next(some_batches(batches))
 
-    # Place the gates: as many as the costs need to get well below the budget.
+    # Insert the gates: as many as the costs need to get well below the budget.
     costs = _Costs(budget, cost, example, training)
     dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
     trained = _trained_modules(dense, loss, batch)  # before what takes longer
-    placed = put_gates(given, example, gates, costs.suffice)
+    gated = put_gates(given, example, gates, costs.suffice)
     called = {name.rpartition(".")[0] for name in record_example(given, example).named}
-    placed.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
+    gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
 
     # Make the costs of the gates, and their limits.
-    counts, latency = NetworkCost(placed.network, example), costs.latency(placed.network)
-    in_step = {} if multiple_of is None else gates_in_step(placed.network, example, multiple_of)
+    counts, latency = NetworkCost(gated.network, example), costs.latency(gated.network)
+    in_step = {} if multiple_of is None else gates_in_step(gated.network, example, multiple_of)
     run = Run(
-        placed=placed,
+        gated=gated,
         example=example,
         budget=budget,
         costs=costs.of(counts, latency),
         latency=latency,
         counts=counts,
-        least=gates_at_least(placed.network, at_least or {}),
+        least=gates_at_least(gated.network, at_least or {}),
         in_step=in_step,
         pretrained=pretrained,
         loader=batches,
@@ -160,7 +161,7 @@ def prune(
         file = None
         if training.checkpoint is not None:
             limits = {"at_least": at_least and dict(at_least), "multiple_of": multiple_of}
-            file = Checkpoint(training.checkpoint, run.described(given, cost) | limits, batches)
+            file = Checkpoint(training.checkpoint, run.settings(given, cost) | limits, batches)
             file.load(run.load_state_dict, device)
         for entry in train_epochs(run, file):
             if training.progress and rank() == 0:
@@ -212,26 +213,26 @@ class _Costs:
         file = self.training.checkpoint if self._is_timed and self.training.resume else None
         self._measured = None if file is None else saved_entry(file, "latency")
 
-    def suffice(self, network: nn.Module, room: float) -> bool:
+    def suffice(self, network: nn.Module, fraction: float) -> bool:
         """Whether a network with one open gate per site takes no more than a part of its budget."""
         counts = NetworkCost(network, self.example)
         if self._measured is not None:
             return bool(sum(counts.sizes.values()) == self._measured["gates"])  # as the run chose
         if callable(self.cost):
             return True
-        is_small = self._is_within(counts, counts.macs, room)
+        is_small = self._is_within(counts, counts.macs, fraction)
         if not is_small or not self._is_timed:
             return is_small
-        return self._is_within(counts, self.latency(network), max(room, _TIMED_ROOM))
+        return self._is_within(counts, self.latency(network), max(fraction, _TIMED_FRACTION))
 
-    def _is_within(self, counts: NetworkCost, latency: Cost | None, room: float) -> bool:
+    def _is_within(self, counts: NetworkCost, latency: Cost | None, fraction: float) -> bool:
         costs = self.of(counts, latency)
         given = costs if isinstance(self.budget, Mapping) else costs["cost"]
         budgets, _, _ = read_budgets(self.budget, given, {})
         least = {site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}
         full = {site: torch.ones(size) for site, size in counts.sizes.items()}
         return all(
-            float(costs[name](least)) <= room * part * float(costs[name](full)) for name, part in budgets.items()
+            float(costs[name](least)) <= fraction * part * float(costs[name](full)) for name, part in budgets.items()
         )
 
     def latency(self, network: nn.Module) -> Latency | None:
@@ -286,7 +287,7 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
         left["latency"] = run.latency.compare(network)
     largest = largest_unit(cut.report.budget, run.costs, cut.gates, run.in_step)
     steps, errors = run.gated_steps + run.further_steps, (run.dense_error, cut.error)
-    notes = notes_on(cut.report, largest, steps, run.looks_untrained, errors, run.placed.in_the_way)
+    notes = notes_on(cut.report, largest, steps, run.looks_untrained, errors, run.gated.in_the_way)
     notes += [Note(finding, True) for finding in run.findings]
     if run.latency is not None:
         notes += notes_on_latency(left["latency"], cut.report.budget)
@@ -299,7 +300,7 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
         cut=cut.error,
         end=run.error(network),
         largest_unit=largest,
-        skipped=run.placed.skipped,
+        skipped=run.gated.skipped,
         units={site: (len(gate) - len(removed.get(site, ())), len(gate)) for site, gate in cut.gates.items()},
         notes=tuple(note.text for note in notes),
     )

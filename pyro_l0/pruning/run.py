@@ -23,6 +23,7 @@ from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import GateLayer
+from pyro_l0.pruning.insertion_points import GatedNetwork
 from pyro_l0.pruning.latency import Latency
 from pyro_l0.pruning.phases import (
     BatchLoss,
@@ -34,7 +35,6 @@ from pyro_l0.pruning.phases import (
     groups,
     renew_statistics,
 )
-from pyro_l0.pruning.places import GatedNetwork
 from pyro_l0.pruning.result import FEW_STEPS, looks_untrained
 from pyro_l0.training.epochs import Stream, check_finite, checksum, some_batches
 from pyro_l0.training.processes import average_buffers
@@ -61,7 +61,7 @@ class Cut:
 class Run:
     """A run and how far it has come."""
 
-    placed: GatedNetwork
+    gated: GatedNetwork
     example: Example
     budget: Budgets
     costs: Mapping[str, Cost]  # by the names of the budgets, what must stay within them
@@ -90,7 +90,7 @@ class Run:
         if self.training.distil is not None:
             self.loss.teach(Distillation(dense.eval(), *self.training.distil), batch)
         budget = NetworkBudget(
-            self.placed.network,
+            self.gated.network,
             self.example,
             self.budget,
             self.costs if isinstance(self.budget, Mapping) else self.costs["cost"],
@@ -100,9 +100,9 @@ class Run:
             on_budget=self.on_budget,
         )
         try:
-            self.phase = GatedPhase(self.placed.network, self.loss, budget, self.gated_steps, self.training)
+            self.phase = GatedPhase(self.gated.network, self.loss, budget, self.gated_steps, self.training)
         except BudgetTooSmallError as error:
-            raise ValueError(f"{error}{self.placed.reasons}") from error
+            raise ValueError(f"{error}{self.gated.reasons}") from error
         self.looks_untrained = self.pretrained and looks_untrained(dense, self.loss, batch)
         self.dense_error = self.error(dense)
 
@@ -113,8 +113,8 @@ class Run:
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
         """Keep the network as it is at a budget."""
-        average_buffers(self.placed.network)
-        state = {name: value.detach().clone() for name, value in self.placed.network.state_dict().items()}
+        average_buffers(self.gated.network)
+        state = {name: value.detach().clone() for name, value in self.gated.network.state_dict().items()}
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
         report = self.phase.target.report()
         if len(report.budget) == 1:  # which may be an intermediate one
@@ -180,7 +180,7 @@ class Run:
             self.tuning = FineTuning(network, self.loss, self.further_steps, self.training)
 
     def _compact(self, cut: Cut) -> Compacted:
-        network = copied(self.placed.network)
+        network = copied(self.gated.network)
         network.load_state_dict(cut.state)
         compacted, refusal = compact_or_fix(network, cut.gates, self.example)
         if refusal is not None:
@@ -203,7 +203,7 @@ class Run:
         network.train(was_training)
         return error
 
-    def described(self, given: nn.Module, cost: object) -> dict[str, Any]:
+    def settings(self, given: nn.Module, cost: object) -> dict[str, Any]:
         """What this run and the one that resumes its checkpoint must agree in, with the network and cost given."""
         optimiser, taught = self.phase.optimiser, self.loss.distillation
         of_epoch = [len(self.loader)] if isinstance(self.loader, Stream) else []

@@ -148,7 +148,7 @@ class Checkpoint:
 
     Args:
         path: the file.
-        described: plain values in which a run and the one that resumes it must agree, by name.
+        fingerprint: plain values in which a run and the one that resumes it must agree, by name.
         loader: gives the batches; the states of its random number generators are kept, too.
 
     Example:
@@ -159,8 +159,8 @@ class Checkpoint:
         3
     """
 
-    def __init__(self, path: str | Path, described: Mapping[str, Any], loader: Iterable[object] = ()) -> None:
-        self.path, self._described, self._loader = Path(path), dict(described), loader
+    def __init__(self, path: str | Path, fingerprint: Mapping[str, Any], loader: Iterable[object] = ()) -> None:
+        self.path, self._fingerprint, self._loader = Path(path), dict(fingerprint), loader
         self._is_first = True  # to be saved by this process
 
     @staticmethod
@@ -207,7 +207,7 @@ class Checkpoint:
             randoms = gathered
             if rank():
                 return
-        content = {"format": _FORMAT, "described": self._described, "random": randoms, "state": dict(state)}
+        content = {"format": _FORMAT, "fingerprint": self._fingerprint, "random": randoms, "state": dict(state)}
         file = io.BytesIO()
         torch.save({**content, "sha256": checksum(content)}, file)
         previous: Path | None = self._previous
@@ -234,8 +234,8 @@ class Checkpoint:
             return
         try:
             content = _read(self.path)
-            described, randoms, state = content["described"], content["random"], content["state"]
-            other = self._differences(content["format"], described, randoms)
+            fingerprint, randoms, state = content["fingerprint"], content["random"], content["state"]
+            other = self._differences(content["format"], fingerprint, randoms)
             if not other:
                 take_up(state)
                 set_random_state(randoms[rank()], self._loader, torch.device(device))
@@ -245,15 +245,15 @@ class Checkpoint:
                 f"{self._advice()}. {type(error).__name__}: {error}"
             ) from error
         if other:
-            short = [key for key in other if key in described and len(repr(described[key])) < _SHORT]
-            has = ", ".join(f"{key}={described[key]!r}" for key in short)
+            short = [key for key in other if key in fingerprint and len(repr(fingerprint[key])) < _SHORT]
+            has = ", ".join(f"{key}={fingerprint[key]!r}" for key in short)
             raise ValueError(
                 f"Expected a checkpoint of this run at {str(self.path)!r}, but it differs in {', '.join(other)}; give "
                 f"the same arguments, or delete it.{f' It has {has}.' if has else ''}"
             )
 
-    def _differences(self, version: int, described: Mapping[str, Any], randoms: list[Any]) -> list[str]:
-        other = [key for key in self._described if described.get(key) != self._described[key]]
+    def _differences(self, version: int, fingerprint: Mapping[str, Any], randoms: list[Any]) -> list[str]:
+        other = [key for key in self._fingerprint if fingerprint.get(key) != self._fingerprint[key]]
         if version != _FORMAT:
             other.append("its format")
         if len(randoms) != processes():

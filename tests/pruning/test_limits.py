@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import Gate, gate_heads, insert_gates
-from pyro_l0.pruning.places import gates_at_least, gates_in_step
+from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step
 from tests.pruning.networks import Mlp, ResidualCnn, VisionTransformer, digits, prune_with, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network

@@ -46,7 +46,7 @@ REFUSED = {
     "no place": (
         dict(network=Net(lambda net, x: net.only(x.flatten(1)), only=nn.Linear(64, 10))),
         ValueError,
-        "a place behind which.*found none; write Gate.*only: it makes the network's output",
+        "an insertion point behind which.*found none; write Gate.*only: it makes the network's output",
     ),
     "a stream": (dict(data=DataLoader(Stream(), None)), ValueError, "loader with a length.*steps_per_epoch"),
     "a generator": (dict(data=(batch for batch in BATCHES)), ValueError, "loader with a length.*generator"),

@@ -17,17 +17,17 @@ import pyro_l0
 from pyro_l0.training import Checkpoint, epochs
 from pyro_l0.training.epochs import check_finite, checksum
 
-DESCRIBED = {"network": "mlp", "sizes": (64, 30, 10)}
+FINGERPRINT = {"network": "mlp", "sizes": (64, 30, 10)}
 
 
 def state_at(epoch):
     return {"epoch": epoch, "weights": {"w": torch.full((40, 50), float(epoch))}}
 
 
-def loaded(path, **described):
+def loaded(path, **others):
     """The state in a file."""
     states = []
-    Checkpoint(path, DESCRIBED | described).load(states.append)
+    Checkpoint(path, FINGERPRINT | others).load(states.append)
     return states[0]
 
 
@@ -44,7 +44,7 @@ def previous(path):
 @pytest.fixture
 def path(tmp_path):
     """A checkpoint of epoch 2, with that of epoch 1 before it."""
-    checkpoint = Checkpoint(tmp_path / "last.pt", DESCRIBED)
+    checkpoint = Checkpoint(tmp_path / "last.pt", FINGERPRINT)
     for epoch in (1, 2):
         checkpoint.save(state_at(epoch))
     return checkpoint.path
@@ -74,9 +74,9 @@ def test_a_crash_loses_nothing(path, monkeypatch, renames):
     with monkeypatch.context() as patch:
         patch.setattr(torch if renames is None else Path, "save" if renames is None else "replace", crash)
         with pytest.raises(KeyboardInterrupt):
-            Checkpoint(path, DESCRIBED).save(state_at(3))
+            Checkpoint(path, FINGERPRINT).save(state_at(3))
     assert (epoch_of(path), epoch_of(previous(path))) == (2, 1 + (renames or 0))
-    Checkpoint(path, DESCRIBED).save(state_at(3))
+    Checkpoint(path, FINGERPRINT).save(state_at(3))
     assert (epoch_of(path), epoch_of(previous(path))) == (3, 2)
     assert len(list(path.parent.iterdir())) == 2
 
@@ -84,10 +84,10 @@ def test_a_crash_loses_nothing(path, monkeypatch, renames):
 def test_what_is_not_written(path):
     """A state that could not be read back; and a damaged file does not replace the one before."""
     with pytest.raises(ValueError, match="a state of tensors and plain values"):
-        Checkpoint(path, DESCRIBED).save({"path": path})
+        Checkpoint(path, FINGERPRINT).save({"path": path})
     assert epoch_of(path) == 2
     path.write_bytes(b"damaged")
-    Checkpoint(path, DESCRIBED).save(state_at(3))
+    Checkpoint(path, FINGERPRINT).save(state_at(3))
     assert (epoch_of(path), epoch_of(previous(path))) == (3, 1)
 
 
@@ -126,7 +126,7 @@ def changed_value(content):
 def test_no_flip_loads_with_another_value(tmp_path):
     """200 flips of single bits, and of a value with the archive's checksums made right."""
     path, values = tmp_path / "last.pt", torch.arange(300.0)
-    Checkpoint(path, DESCRIBED).save({"w": values, "seconds": 1.5})
+    Checkpoint(path, FINGERPRINT).save({"w": values, "seconds": 1.5})
     whole, generator, refused = path.read_bytes(), random.Random(1), 0
     for _ in range(200):
         flipped = bytearray(whole)
@@ -160,7 +160,7 @@ def test_foreign_files(tmp_path):
     path, trace = tmp_path / "last.pt", tmp_path / "ran"
     torch.save({"format": 2, "bomb": Bomb(trace)}, path)
     contents = [path.read_bytes(), pickle.dumps({"bomb": Bomb(trace)})]
-    for foreign in ([1, 2], {"epoch": 1}, {"format": 1, "described": DESCRIBED, "state": {}}):
+    for foreign in ([1, 2], {"epoch": 1}, {"format": 1, "fingerprint": FINGERPRINT, "state": {}}):
         torch.save(foreign, path)
         contents.append(path.read_bytes())
     for content in contents:
@@ -173,7 +173,7 @@ def test_foreign_files(tmp_path):
 def test_files_that_unfold(tmp_path):
     """Compressed archives, and tensors whose one value stands for 4 TB."""
     path, packed = tmp_path / "last.pt", tmp_path / "packed.pt"
-    Checkpoint(path, DESCRIBED).save({"w": torch.zeros(1000)})
+    Checkpoint(path, FINGERPRINT).save({"w": torch.zeros(1000)})
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))

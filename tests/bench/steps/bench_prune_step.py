@@ -1,7 +1,7 @@
 """What keeping to a budget adds to a step with gates: python tests/bench/steps/bench_prune_step.py [--steps 1000 3000]
 
 A step of ``prune`` in its phase with gates calls ``SparsityTarget.add_gradient`` and ``ascend``; the plain gated step
-has the same loss, guide and optimisers without them. The two calls are timed within the steps of a whole run, so that
+has the same loss, gates and optimisers without them. The two calls are timed within the steps of a whole run, so that
 the looks at the deterministic network count as often as they come, in processor time, which other work on the machine
 changes little. A row per network: the plain step (the median over forty parts of the run), what the two calls add to
 it on average, and the ratio of the two steps.
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pyro
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,11 +23,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from pyro_l0.infer import SparsityTarget
-from pyro_l0.nn import NetworkCost
+from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.pruning import Training
+from pyro_l0.pruning.insertion_points import put_gates
 from pyro_l0.pruning.phases import BatchLoss, GatedPhase
-from pyro_l0.pruning.places import put_gates
 from tests.bench.pruning import bench_pruning
 from tests.bench.pruning.bench_target import vit
 
@@ -75,13 +73,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 def measure(make: Callable[[], nn.Module], size: int, steps: int) -> tuple[float, float]:
     """Milliseconds of the plain gated step, and what the target adds to it on average."""
-    pyro.set_rng_seed(0)
+    torch.manual_seed(0)
     x, y = torch.rand(size, 784), torch.randint(10, (size,))
     gated = put_gates(make(), x[:2], None, lambda *_: True).network
-    cost = NetworkCost(gated, x[:2]).macs
     loss = BatchLoss(F.cross_entropy, torch.device("cpu"), None)
-    make_target = lambda guide: SparsityTarget(guide, 0.3, cost, steps=steps, pretrained=True)  # noqa: E731
-    phase = GatedPhase(gated, loss, (x, y), make_target, Training())
+    phase = GatedPhase(gated, loss, NetworkBudget(gated, x[:2], 0.3, pretrained=True), steps, Training())
     target, spent = phase.target, [0.0]
 
     def timed(call: Callable[[], None]) -> Callable[[], None]:

@@ -66,7 +66,7 @@ def gates_in_step(gated: nn.Module, example: Example, multiple_of: int) -> dict[
 
 # A gate that is shared makes a plainer network: units leave the stream, with no zeros in their places.
 _AS_SMALL = 1.5
-_ROOM = 0.5  # of a budget, which the least network may take
+_FRACTION = 0.5  # of a budget, which the least network may take
 _NAMED = 8  # of the modules without a gate, in a message
 Sites = list[
     tuple[tuple[str, ...], GateLayer | int]
@@ -120,19 +120,19 @@ def put_gates(
                 raise ValueError(f"Expected gates whose units can be taken out of the network, but: {why}")
         return GatedNetwork(gated)
     suggested = suggest_gates(network, example)
-    places, inputs = _without_inputs(network, example, _alone(suggested))
+    points, inputs = _without_inputs(network, example, _alone(suggested))
     skipped = _why_not(suggested, inputs)
-    found = _with_gates(network, places) if places else None
+    found = _with_gates(network, points) if points else None
     parts: Sites = [((x.path,), x.gate) for x in suggested.locations if x.is_composite and not x.coupled]
-    for room, more in ((_ROOM, [*_streams(network, example, suggested), *inputs]), (1.0, parts)):
-        if more and (found is None or not suffices(found, room)):
-            places = [*places, *more]
-            found = _with_gates(network, places)
-    skipped = {path: why for path, why in skipped.items() if path not in _paths(places) or path in suggested.in_the_way}
+    for fraction, more in ((_FRACTION, [*_streams(network, example, suggested), *inputs]), (1.0, parts)):
+        if more and (found is None or not suffices(found, fraction)):
+            points = [*points, *more]
+            found = _with_gates(network, points)
+    skipped = {path: why for path, why in skipped.items() if path not in _paths(points) or path in suggested.in_the_way}
     if found is None:
         raise ValueError(
-            "Expected a network with a place behind which a closed gate makes it smaller, but found none; write Gate "
-            f"layers into it, or give gates by module path. {_reasons(skipped)}"
+            "Expected a network with an insertion point behind which a closed gate makes it smaller, but found none; "
+            f"write Gate layers into it, or give gates by module path. {_reasons(skipped)}"
         )
     return GatedNetwork(found, skipped, suggested.in_the_way)
 
@@ -140,11 +140,11 @@ def put_gates(
 def _why_not(suggested: Suggestions, inputs: Sites) -> dict[str, str]:
     """By module path, why there is no gate unless the budget asks for it."""
     why = dict(suggested.refused)
-    for place in suggested.locations:
-        if place.coupled:
-            why[place.path] = f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
-        elif place.is_composite:
-            why[place.path] = "its units are parts of larger ones"
+    for location in suggested.locations:
+        if location.coupled:
+            why[location.path] = f"its units leave only together with those behind {', '.join(location.coupled[:3])}"
+        elif location.is_composite:
+            why[location.path] = "its units are parts of larger ones"
     return why | {path: "its units are the network's inputs" for paths, _ in inputs for path in paths}
 
 
@@ -177,13 +177,13 @@ def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple
 
 def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> Sites:
     """Gates for coupled locations: one for all that can share it, or, if that takes less out, one for each."""
-    left = {place.path: place for place in suggested.locations if place.coupled}
+    left = {x.path: x for x in suggested.locations if x.coupled}
     found: Sites = []
     while left:
         first = next(iter(left))
         group = [left.pop(path) for path in (first, *left[first].coupled) if path in left]
         inner = [x for x in group if not any(y.path.startswith(f"{x.path}.") for y in group)]
-        ((size, dim), _), *_ = Counter((place.gate.size, place.gate.dim) for place in inner).most_common(1)
+        ((size, dim), _), *_ = Counter((x.gate.size, x.gate.dim) for x in inner).most_common(1)
         shared = tuple(x.path for x in inner if (x.gate.size, x.gate.dim) == (size, dim))
         together: Sites = [(shared, Gate(size, dim))]
         apart: Sites = [((x.path,), x.gate) for x in inner]
