@@ -1,9 +1,9 @@
 """Do credible sets and inclusion probabilities hold? python tests/bench/posteriors/credible_sets.py [--part PART]
 
-``sets``: 200 data sets of 150 observations and 30 features, in blocks of five with the correlation rho within a block
-or as AR(rho) with ``--features ar``; three features have an effect, normal with standard deviation .5, under noise of
-variance 1. ``SpikeSlabRegressor`` learns noise, slab scale and rate. Of its credible sets of level .95, which share
-holds a feature with an effect? It should be .93 or more at each rho.
+``sets``: 200 data sets of 150 observations and 30 features, in blocks of five with the correlation rho within a block;
+three features have an effect, normal with standard deviation .5, under noise of variance 1. ``SpikeSlabRegressor``
+learns noise, slab scale and rate. Of its credible sets of level .95, which share holds a feature with an effect? It
+should be .93 or more at each rho.
 
 ``calibration``: hyperparameters, gates, coefficients and observations are drawn from the priors that the estimators
 learn with, and the regressor and the classifier learn all of them again. Of the gates whose inclusion probability lies
@@ -15,8 +15,7 @@ choice by y leaves the posterior given y as it is. With ``--priors other`` hyper
 gates of one data set depend on one another.
 
 A mark "!" stands where a number leaves what is asked: .93, or 3 standard errors, and then the command ends with 1; one
-in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets. ``--figure FILE`` draws how often
-gates are open, with the standard errors of gates that do not depend on one another.
+in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets.
 """
 
 from __future__ import annotations
@@ -30,14 +29,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from numpy.typing import NDArray
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from pyro_l0.plots import figure_axes, save_figure
-from pyro_l0.plots.pictures import COLOURS
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.design import default_rate
 from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration
@@ -58,12 +53,12 @@ def features(kind: str, rho: float, rng: np.random.Generator, n: int, p: int) ->
     return (x - x.mean(0)) / x.std(0)
 
 
-def coverage(kind: str, rho: float, options: argparse.Namespace) -> bool:
+def coverage(rho: float, options: argparse.Namespace) -> bool:
     """Print the row of a correlation; returns whether the sets keep their word."""
     right, sizes, claims, caught, seconds = [], [], [], 0, 0.0
     for seed in range(options.replicates):
         rng = np.random.default_rng(seed)
-        x = features(kind, rho, rng, N, P)
+        x = features("blocks", rho, rng, N, P)
         beta = np.zeros(P)
         active = rng.choice(P, EFFECTS, replace=False)
         beta[active] = 0.5 * rng.normal(size=EFFECTS)
@@ -78,7 +73,7 @@ def coverage(kind: str, rho: float, options: argparse.Namespace) -> bool:
     share = float(np.mean(right))
     mark = "" if share >= LEAST else "!"
     print(
-        f"{kind}, rho {rho:.2f}: {len(right)} sets, coverage {share:.3f}{mark} (they say {np.mean(claims):.3f}), size "
+        f"rho {rho:.2f}: {len(right)} sets, coverage {share:.3f}{mark} (they say {np.mean(claims):.3f}), size "
         f"{np.median(sizes):.0f} in the median and {max(sizes)} at most, {caught} of {EFFECTS * options.replicates} "
         f"effects in a set; {seconds / options.replicates:.2f} s a data set",
         flush=True,
@@ -129,8 +124,8 @@ def draw_model(rng: np.random.Generator, n: int, p: int, family: str, priors: st
             return x, y, z
 
 
-def calibration(family: str, n: int, p: int, options: argparse.Namespace, axes: Any) -> bool:
-    """Print and draw the bins of an estimator; returns whether they are open as often as they say."""
+def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> bool:
+    """Print the bins of an estimator; returns whether they are open as often as they say."""
     counted, seconds = Calibration(), 0.0
     kind: Any = SpikeSlabRegressor if family == "gaussian" else SpikeSlabClassifier
     for seed in range(options.replicates):
@@ -145,8 +140,6 @@ def calibration(family: str, n: int, p: int, options: argparse.Namespace, axes: 
         counted.covariances.append(covariance.diagonal_scatter(inclusion * (1 - inclusion)))
     each = f"{seconds / options.replicates:.2f} s a data set"
     print(f"{kind.__name__}, n = {n}, p = {p}, {options.priors} priors, method {model.method_}: {each}")
-    drawn = plot_calibration(torch.cat(counted.inclusion), torch.cat(counted.gates), axes=axes)
-    drawn.set_title(f"{kind.__name__}, p = {p}", fontsize="small")
     kept = True
     for (count, mean, share, score), low, high in zip(counted.bins(), BINS, BINS[1:], strict=False):
         mark = "!" if abs(score) > MOST else ""
@@ -163,10 +156,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("sets", "calibration"), help="both, if it is not given")
     parser.add_argument("--replicates", type=int, default=200)
     parser.add_argument("--priors", choices=("own", "other"), default="own", help="what calibration draws from")
-    parser.add_argument("--features", choices=("blocks", "ar"), default="blocks")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--figure", type=Path, help="of the calibration")
     options = parser.parse_args()
     options.replicates = 10 if options.quick else options.replicates
     torch.set_num_threads(1)
@@ -174,34 +165,12 @@ def main() -> None:
     kept = True
     if options.part != "calibration":
         for rho in (0.5, 0.9, 0.99):
-            kept &= coverage(options.features, rho, options)
+            kept &= coverage(rho, options)
     if options.part != "sets":
         sizes = [("gaussian", 100, 10), ("gaussian", 150, 30), ("bernoulli", 200, 8), ("bernoulli", 200, 20)]
-        panels = figure_axes(2, 2, figsize=(8, 7))
-        for (family, n, p), axes in zip(sizes, panels.flat, strict=True):
-            kept &= calibration(family, n, p, options, axes)
-        if options.figure is not None:
-            save_figure(panels, options.figure)
+        for size in sizes:
+            kept &= calibration(*size, options)
     sys.exit(not kept)
-
-
-def plot_calibration(active_probs: Tensor, gates: Tensor, *, axes: Axes, bins: int = 10) -> Axes:
-    """Draw how often gates are open against their inclusion probabilities, with two standard errors.
-
-    The standard errors are those of independent gates with these probabilities, about their mean: if the probabilities
-    are calibrated, most bars cross the diagonal.
-    """
-    probs, opened = np.ravel(active_probs), np.ravel(gates)
-    place = np.minimum((probs * bins).astype(int), bins - 1)
-    count = np.bincount(place, minlength=bins)
-    used = count > 0
-    stated, seen, variance = (
-        np.bincount(place, weights=x, minlength=bins)[used] / count[used] for x in (probs, opened, probs * (1 - probs))
-    )
-    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-    axes.errorbar(stated, seen, yerr=2 * np.sqrt(variance / count[used]), fmt="o", capsize=3, color=COLOURS[0])
-    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="inclusion probability", ylabel="fraction of open gates")
-    return axes
 
 
 if __name__ == "__main__":
