@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from pyro_l0.distributions.gate import check_rate
 from pyro_l0.expect import expect, expect_count
 
-__all__ = ["Budget", "BudgetTooSmallError", "Choice", "Cost", "read_budgets"]
+__all__ = ["Budget", "BudgetTooSmallError", "Cost", "gates_within", "read_budgets"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
+_Chunk = tuple[int, ...]  # gates of a site that close and open as one; mostly a single gate
 _MINIMUM = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
 _ROUNDING = 1e-6
 _SURELY = 0.5  # of what a gate costs by its price; one that would not fit even so is not tried
@@ -141,12 +142,19 @@ class Budget:
         return {site: max(self.least[site], n // self.steps[site] * self.steps[site]) for site, n in wanted.items()}
 
 
-class Choice:
-    """The gates that should be open: the lowest close until the limits hold, then the highest that fit open.
+def gates_within(
+    budget: Budget,
+    limits: Tensor,
+    positions: Tensor,
+    is_open: Tensor,
+    prices: Tensor,
+    shapes: Mapping[str, torch.Size],
+) -> Tensor:
+    """Close the lowest gates until the limits hold, then open the highest that fit.
 
     A site keeps as many of its highest gates as its minimum before others close, and those that never close. Where it
-    has multiples of a number of gates, so many that follow each other are one block: it closes and opens as a whole, by
-    the mean of its positions.
+    has multiples of a number of gates, so many that follow each other are one chunk, which closes and opens as a whole,
+    by the mean of its positions.
 
     Args:
         budget: the costs.
@@ -156,111 +164,115 @@ class Choice:
         prices: from :meth:`Budget.prices`, taken not long ago; from them follows where to search first.
         shapes: of the sites.
 
-    Attributes:
-        open: the choice, 0 or 1 for each gate, shape ``(n,)``.
+    Returns:
+        0 or 1 for each gate, shape ``(n,)``.
     """
+    limits = limits * (1 + _ROUNDING)
+    site_of = [site for site, shape in shapes.items() for _ in range(shape.numel())]
+    chunks, fixed, gates = _rank(budget, positions, is_open, shapes)
 
-    def __init__(
-        self,
-        budget: Budget,
-        limits: Tensor,
-        positions: Tensor,
-        is_open: Tensor,
-        prices: Tensor,
-        shapes: Mapping[str, torch.Size],
-    ) -> None:
-        self._budget, self._limits, self._shapes = budget, limits * (1 + _ROUNDING), shapes
-        self.open = is_open.to(positions)
-        self._sites = [site for site, shape in shapes.items() for _ in range(shape.numel())]
-        self._last = set[int]()
-        self._blocks: dict[int, list[int]] = {}  # by its first gate, the gates of a block; others are on their own
-        lifted, start, followers = positions.clone(), 0, set[int]()
-        for site, shape in shapes.items():
-            end = start + shape.numel()
-            minimum = min(budget.minimums[site], end - start)
-            best = start + positions[start:end].topk(minimum).indices
-            if budget.steps[site] > 1:
-                blocks, left = self._split(site, start, positions[start:end], lifted)
-                followers.update(left, *(block[1:] for block in blocks))
-                self._blocks.update({block[0]: block for block in blocks})
-                best = best.new_tensor([j for block in blocks for j in block][:minimum])
-            if minimum:
-                self._last.update(best[: budget.least[site]].tolist())
-                self.open[best] = 1.0
-                lifted[best] += _FIRST
-            start = end
-        self._order: list[int] = [j for j in lifted.argsort().tolist() if j not in followers]
-        self._fractions = self._fraction(self.open)
-        self._saved = prices * self._fractions.unsqueeze(1)  # about what each open gate saves and each closed one costs
-        for first, block in self._blocks.items():
-            self._saved[:, first] = self._saved[:, block].sum(1)
-        for k in range(len(limits)):
-            self._close(k)
-        self._reopen()
+    def fractions(gates: Tensor) -> Tensor:
+        pieces = gates.split([shape.numel() for shape in shapes.values()])
+        sites = zip(shapes.items(), pieces, strict=True)
+        return budget.fraction({site: piece.view(shape) for (site, shape), piece in sites})
 
-    def _split(self, site: str, start: int, own: Tensor, lifted: Tensor) -> tuple[list[list[int]], list[int]]:
-        """The blocks of a site's gates from above, and gates that are in none, as gates of the site have left."""
-        step = self._budget.steps[site]
-        blocks = [block.tolist() for block in (start + own.argsort(descending=True, stable=True)).split(step)]
-        left = blocks.pop() if len(own) % step and len(own) < self._budget.sizes[site] else []
-        self.open[left] = 0.0
-        for block in blocks:
-            self.open[block] = self.open[block].max()
-            # Of blocks at one position an incomplete one closes first.
-            lifted[block] = own[[j - start for j in block]].mean() - (_BEFORE if len(block) < step else 0.0)
-        return blocks, left
+    # About what each open gate saves and each closed one costs; that of a chunk stands at its first gate.
+    saved = prices * fractions(gates).unsqueeze(1)
+    for chunk in chunks:
+        if len(chunk) > 1:
+            saved[:, chunk[0]] = saved[:, list(chunk)].sum(1)
+    for k, only in enumerate(budget.sites):
+        values = gates.tolist()
+        can_close = [x for x in chunks if values[x[0]] and x[0] not in fixed and only in (None, site_of[x[0]])]
+        gates = _close(gates, can_close, lambda x: fractions(x)[k], limits[k], saved[k])  # noqa: B023  # called at once
+    values = gates.tolist()
+    closed = [chunk for chunk in reversed(chunks) if not values[chunk[0]]]
+    return _reopen(gates, closed, fractions, limits, saved, site_of)
 
-    def _close(self, k: int) -> None:
-        """Close gates from below, as few as it takes for a limit."""
-        if bool(self._fractions[k] <= self._limits[k]):
-            return
-        site, is_open = self._budget.sites[k], self.open.tolist()
-        can_close = [j for j in self._order if is_open[j] and j not in self._last and site in (None, self._sites[j])]
-        saved = self._saved[k][can_close].cumsum(0)
-        guess = int((self._fractions[k] - saved > self._limits[k]).sum()) + 1
 
-        @cache
-        def fractions(number: int) -> Tensor:
-            return self._fraction(self._changed(can_close[:number], 0.0))
+def _rank(
+    budget: Budget, positions: Tensor, is_open: Tensor, shapes: Mapping[str, torch.Size]
+) -> tuple[list[_Chunk], set[int], Tensor]:
+    """Chunks of gates, the lowest first; the gates that never close; and those that are open before others close."""
+    gates, ranks, start = is_open.to(positions), positions.clone(), 0
+    chunk_of: dict[int, _Chunk] = {}  # by its first gate, none for those behind it; gates without one are alone
+    fixed = set[int]()
+    for site, shape in shapes.items():
+        size, step = shape.numel(), budget.steps[site]
+        own = positions[start : start + size]
+        minimum = min(budget.minimums[site], size)
+        if step == 1:
+            best = start + own.topk(minimum).indices
+        else:
+            from_above = start + own.argsort(descending=True, stable=True)
+            left = size % step if size < budget.sizes[site] else 0  # in no chunk, as gates of the site have left
+            chunked, rest = from_above.split([size - left, left])
+            best = chunked[:minimum]
+            gates[rest] = 0.0
+            chunk_of |= dict.fromkeys(from_above.tolist(), ())
+            for chunk in chunked.split(step) if len(chunked) else ():
+                chunk_of[int(chunk[0])] = tuple(chunk.tolist())
+                gates[chunk] = gates[chunk].max()
+                # Of chunks at one position an incomplete one closes first.
+                ranks[chunk] = positions[chunk].mean() - (_BEFORE if len(chunk) < step else 0.0)
+        fixed.update(best[: budget.least[site]].tolist())
+        gates[best] = 1.0
+        ranks[best] += _FIRST
+        start += size
+    chunks = [chunk_of.get(j, (j,)) for j in ranks.argsort().tolist()]
+    return [chunk for chunk in chunks if chunk], fixed, gates
 
-        number = first_that(lambda n: bool(fractions(n)[k] <= self._limits[k]), len(can_close), guess)
-        self.open, self._fractions = self._changed(can_close[:number], 0.0), fractions(number)
 
-    def _reopen(self) -> None:
-        """Open closed gates from above, as many as fit together, then those of other sites that still fit."""
-        is_open = self.open.tolist()
-        closed = [j for j in reversed(self._order) if not is_open[j]]
-        room = (self._limits - self._fractions).unsqueeze(1)
+def _close(
+    gates: Tensor, chunks: list[_Chunk], fraction: Callable[[Tensor], Tensor], limit: Tensor, saved: Tensor
+) -> Tensor:
+    """Close chunks in their order, as few as it takes for a limit."""
+    now = fraction(gates)
+    if bool(now <= limit):
+        return gates
+    each = saved[[chunk[0] for chunk in chunks]]
+    guess = int((now - each.cumsum(0) > limit).sum()) + 1
+    number = first_that(lambda n: bool(fraction(_set(gates, chunks[:n], 0.0)) <= limit), len(chunks), guess)
+    return _set(gates, chunks[:number], 0.0)
 
-        def fits(indices: list[int]) -> bool:
-            return bool((self._fraction(self._changed(indices, 1.0)) <= self._limits).all())
 
-        guess = int((self._saved[:, closed].cumsum(1) <= room).all(0).sum())
-        number = first_that(lambda n: not fits(closed[: n + 1]), len(closed), guess)
-        self.open = self._changed(closed[:number], 1.0)
-        if number:
-            room = (self._limits - self._fraction(self.open)).unsqueeze(1)
-        hopeful = (_SURELY * self._saved <= room).all(0).tolist()
-        full = {self._sites[j] for j in closed[number : number + 1]}  # the first that does not fit with those before it
-        for j in closed[number + 1 :]:
-            if len(full) == len(self._shapes):
-                return
-            if self._sites[j] not in full:
-                if hopeful[j] and fits([j]):
-                    self.open = self._changed([j], 1.0)
-                else:
-                    full.add(self._sites[j])
+def _reopen(
+    gates: Tensor,
+    chunks: list[_Chunk],
+    fractions: Callable[[Tensor], Tensor],
+    limits: Tensor,
+    saved: Tensor,
+    site_of: list[str],
+) -> Tensor:
+    """Open chunks in their order, as many as fit together, then those of other sites that still fit."""
 
-    def _fraction(self, gates: Tensor) -> Tensor:
-        pieces = gates.split([shape.numel() for shape in self._shapes.values()])
-        sites = zip(self._shapes.items(), pieces, strict=True)
-        return self._budget.fraction({site: piece.view(shape) for (site, shape), piece in sites})
+    def fits(more: list[_Chunk]) -> bool:
+        return bool((fractions(_set(gates, more, 1.0)) <= limits).all())
 
-    def _changed(self, indices: list[int], value: float) -> Tensor:
-        """The open gates, with some of them set."""
-        new = self.open.clone()
-        new[[gate for j in indices for gate in self._blocks.get(j, (j,))]] = value
-        return new
+    each = saved[:, [chunk[0] for chunk in chunks]]
+    left = (limits - fractions(gates)).unsqueeze(1)
+    guess = int((each.cumsum(1) <= left).all(0).sum())
+    number = first_that(lambda n: not fits(chunks[: n + 1]), len(chunks), guess)
+    gates = _set(gates, chunks[:number], 1.0)
+    left = (limits - fractions(gates)).unsqueeze(1)
+    is_hopeful = (_SURELY * each <= left).all(0).tolist()
+    full = {site_of[chunk[0]] for chunk in chunks[number : number + 1]}  # where the first is that does not fit
+    for chunk, may_fit in zip(chunks[number + 1 :], is_hopeful[number + 1 :], strict=True):
+        site = site_of[chunk[0]]
+        if site in full:
+            continue
+        if may_fit and fits([chunk]):
+            gates = _set(gates, [chunk], 1.0)
+        else:
+            full.add(site)
+    return gates
+
+
+def _set(gates: Tensor, chunks: list[_Chunk], value: float) -> Tensor:
+    """The gates, of which some chunks are opened or closed."""
+    new = gates.clone()
+    new[[j for chunk in chunks for j in chunk]] = value
+    return new
 
 
 def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:

@@ -14,7 +14,7 @@ from torch.distributions import constraints, transform_to
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.expect import expect
 from pyro_l0.infer.guides.parameters import GateGuide, check_guide
-from pyro_l0.infer.target.budget import Budget, Choice, Cost, read_budgets
+from pyro_l0.infer.target.budget import Budget, Cost, gates_within, read_budgets
 
 
 @dataclass(frozen=True)
@@ -520,7 +520,7 @@ class SparsityTarget:
         positions, is_open = self._positions.read(), self._open()
         shapes = {site: gate.shape for site, gate in is_open.items()}
         now = torch.cat([gate.flatten() for gate in is_open.values()])
-        wanted = Choice(self._budget, budget, positions, now, self._prices_of(len(now)), shapes).open > 0
+        wanted = gates_within(self._budget, budget, positions, now, self._prices_of(len(now)), shapes) > 0
         # Until the end a gate can go back; those of the last check are decided.
         opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
         moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))

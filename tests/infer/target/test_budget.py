@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from pyro_l0.infer.target.budget import Budget, Choice, first_that
+from pyro_l0.infer.target.budget import Budget, first_that, gates_within
 from pyro_l0.infer.target.sparsity_target import BudgetSchedule
 
 
@@ -55,7 +55,7 @@ def test_a_correction_closes_the_lowest_and_opens_the_highest(limit, positions, 
     prices = budget.prices({site: torch.full_like(gate, 0.8) for site, gate in gates.items()})
     shapes = {site: gate.shape for site, gate in gates.items()}
     limits = torch.tensor([limit / 22])
-    found = Choice(budget, limits, torch.tensor(positions), torch.tensor(is_open) > 0, prices, shapes).open
+    found = gates_within(budget, limits, torch.tensor(positions), torch.tensor(is_open) > 0, prices, shapes)
     assert found.int().tolist() == expected
 
 
@@ -74,7 +74,7 @@ def test_a_correction_is_within_its_limits_and_wastes_nothing(seed):
     prices = budget.prices({site: torch.rand_like(gate) for site, gate in gates.items()})
     positions, limits = torch.randn(12), torch.tensor([0.2, 0.5])
     shapes = {site: gate.shape for site, gate in gates.items()}
-    kept = Choice(budget, limits, positions, positions > 0, prices, shapes).open > 0
+    kept = gates_within(budget, limits, positions, positions > 0, prices, shapes) > 0
 
     def fractions(flat):
         return budget.fraction(dict(zip("ab", flat.float().split([5, 7]), strict=True)))
@@ -103,7 +103,7 @@ def test_minimums():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_multiples_and_gates_that_never_close(seed):
-    """Within the limit; of each site a multiple or all is open, the best of them, and no further block fits."""
+    """Within the limit; of each site a multiple or all is open, the best of them, and no further chunk fits."""
     torch.manual_seed(seed)
     sizes, steps = {"a": 21, "b": 8, "c": 5}, {"a": 4, "b": 1, "c": 8}
     gates = {site: torch.ones(n) for site, n in sizes.items()}
@@ -117,7 +117,7 @@ def test_multiples_and_gates_that_never_close(seed):
     positions[:6] = positions[:6].clamp(max=-1.0)  # and more, at the lower end
     shapes = {site: gate.shape for site, gate in gates.items()}
     limit = torch.tensor([0.3 + 0.03 * seed])
-    kept = Choice(budget, limit, positions, positions > 0, prices, shapes).open.split(list(sizes.values()))
+    kept = gates_within(budget, limit, positions, positions > 0, prices, shapes).split(list(sizes.values()))
     found = dict(zip(sizes, kept, strict=True))
     assert float(budget.fraction(found)) <= float(limit) * (1 + 1e-5)
     numbers = {site: int(gate.sum()) for site, gate in found.items()}
@@ -137,5 +137,5 @@ def test_multiples_after_gates_have_left():
     budget = Budget({"cost": lambda z: z["a"].sum()}, {"cost": 0.9}, gates, None, {"a": 4})
     prices = torch.ones(1, 11) / 12
     positions = torch.arange(11.0)
-    found = Choice(budget, torch.tensor([0.95]), positions, positions >= 0, prices, {"a": torch.Size([11])}).open
+    found = gates_within(budget, torch.tensor([0.95]), positions, positions >= 0, prices, {"a": torch.Size([11])})
     assert found.tolist() == [0] * 3 + [1] * 8
