@@ -354,8 +354,3 @@ def test_a_loss_without_gates():
     target.step = target.start
     with pytest.raises(ValueError, match=r"none has one; call add_gradient after loss.backward\(\)"):
         target.add_gradient()
-
-
-def test_closing_an_unknown_site():
-    with pytest.raises(ValueError, match="Expected a gate site"):
-        make().close("c", torch.tensor([0]))
