@@ -80,10 +80,13 @@ class GatedNetwork:
     network: nn.Module  # a copy, with gates
     skipped: dict[str, str] = field(default_factory=dict)  # by module path, why there is no gate
     in_the_way: dict[str, str] = field(default_factory=dict)  # units that can't leave, though it would save something
+    better: tuple[str, ...] = ()  # modules behind which gates would meet the budget, if these do not
 
     @property
     def reasons(self) -> str:
-        """Where there is no gate, and why, as a sentence; empty where gates are the user's."""
+        """Where there is no gate, and why, or where there should be, as a sentence."""
+        if self.better:
+            return f" Without gates=, prune puts gates behind {', '.join(self.better)}, which can meet it."
         return f" There is no gate behind {_reasons(self.skipped)}." if self.skipped else ""
 
 
@@ -118,7 +121,10 @@ def put_gates(
             why = refusal(gated, closed, example)
             if why is not None:
                 raise ValueError(f"Expected gates whose units can be taken out of the network, but: {why}")
-        return GatedNetwork(gated)
+        if gate_names(network) or suffices(gated, 1.0):
+            return GatedNetwork(gated)
+        other = put_gates(network, example, None, suffices).network
+        return GatedNetwork(gated, better=tuple(path for path, _ in hooks_of(other)) if suffices(other, 1.0) else ())
     suggested = suggest_gates(network, example)
     points, inputs = _without_inputs(network, example, _alone(suggested))
     skipped = _why_not(suggested, inputs)

@@ -63,6 +63,11 @@ REFUSED = {
     "unknown cost": (dict(budget={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
     "unknown count": (dict(cost="flops"), ValueError, "cost to be one of macs.*'flops'"),
     "below a unit": (dict(budget=0.01), ValueError, "one open gate per site meets, which costs.*larger budget"),
+    "too few gates": (
+        dict(gates={"second": Gate(24)}, budget=0.3),
+        ValueError,
+        "puts gates behind second, dropout, which can meet it",
+    ),
     "gates at no path": (dict(gates={"frist": Gate(32)}), ValueError, "'frist'; there are 'first'"),
     "a gate of no size": (dict(gates={"first": Gate(31)}), ValueError, "Expected 31 units"),
     "no gates": (dict(gates={}), ValueError, "at least one gate"),
