@@ -122,20 +122,14 @@ def test_a_constant_y_needs_a_noise_scale():
             {"rate": 2},
             "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0) or None. Got 2",
         ),
-        ({"rate": 0.0}, "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0) or None."),
-        ({"rate": "a"}, "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0) or None."),
-        ({"expected_size": -1}, "The 'expected_size' parameter of SpikeSlabRegressor must be a float in the range"),
         ({"expected_size": 4}, "an expected_size between 0 and the number of features, 4, but got 4"),
         ({"rate": 0.1, "expected_size": 2}, "Expected a rate or an expected_size, but got both"),
         (
             {"slab_scale": 0.0},
             "'slab_scale' parameter of SpikeSlabRegressor must be a float in the range (0.0, inf)",
         ),
-        ({"noise_scale": np.inf}, "The 'noise_scale' parameter of SpikeSlabRegressor must be a float in the range"),
         ({"standardize": 1}, "The 'standardize' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
-        ({"fit_intercept": None}, "The 'fit_intercept' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
         ({"method": "gibbs"}, "The 'method' parameter of SpikeSlabRegressor must be a str among"),
-        ({"random_state": "a"}, "The 'random_state' parameter of SpikeSlabRegressor must be an int in the range"),
     ],
 )
 def test_wrong_parameters(options, message):

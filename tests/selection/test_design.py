@@ -166,12 +166,8 @@ X, Y = data()
         ({"y": np.ones(29)}, r"\(30, 4\) and \(29,\)"),
         # The ends of the number line, where squares and products of determinants would be infinite or zero.
         ({"x": 1e200 * X}, "largest absolute value of feature 'x0' to lie between 1e-60 and 1e[+]60"),
-        ({"x": 1e-200 * X}, "largest absolute value of feature 'x0' to lie between"),
         ({"y": 1e155 * Y}, "largest absolute value of y to lie between"),
-        ({"y": 1e-155 * Y}, "largest absolute value of y to lie between"),
-        ({"noise_scale": 1e-300}, "Expected noise_scale to lie between .* but got 1e-300"),
         ({"noise_scale": 1e300}, "Expected noise_scale to lie between .* but got 1e[+]300"),
-        ({"slab_scale": 1e-300}, "Expected slab_scale to lie between .* but got 1e-300"),
         ({"slab_scale": 1e300}, "Expected slab_scale to lie between .* but got 1e[+]300"),
         ({"slab_scale": 1e300, "family": "poisson", "y": np.ones(30)}, "slab_scale to lie between .* but got 1e[+]300"),
     ],
