@@ -214,7 +214,7 @@ class Gate(GateLayer):
         self.dim = int(dim)
         self.prior = prior.expand((self.size,))
         self.site_name = None
-        self.place = "gate"  # its name where it is called outside of every module
+        self.site_of_hook = "gate"  # its name where no module contains it that is called
         self.prior_gradients = 0  # gradients through such draws
         self.register_forward_pre_hook(keep_being_called)
         self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
@@ -335,7 +335,7 @@ def _path_on_stack(gate: Gate) -> str:
     """Path of a gate in the outermost module that is being called and contains it."""
     root = _root_on_stack(gate)
     path = next(path for path, module in root.named_modules() if module is gate)
-    return site_path(root, path, with_wrappers=False) or gate.place
+    return site_path(root, path, with_wrappers=False) or gate.site_of_hook
 
 
 def _root_on_stack(gate: Gate) -> nn.Module:

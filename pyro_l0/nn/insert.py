@@ -94,7 +94,7 @@ def arrange(network: nn.Module) -> None:
         sites.setdefault(hook.gate, _free_site(path, hook.suffix, others))
     if not sites:
         return
-    at = _place_of_holder(network)
+    at = _path_of_holder(network)
     holder = GateHolder(len(at.split(".")) if at else 0)
     for gate, site in sites.items():
         parent: nn.Module = holder
@@ -105,7 +105,7 @@ def arrange(network: nn.Module) -> None:
             parent = parent.get_submodule(name)
         parent.add_module(last, gate)
         if isinstance(gate, Gate):
-            gate.place = site
+            gate.site_of_hook = site
     holder.train(network.training)
     network.get_submodule(at).add_module(_HOLDER, holder)
 
@@ -123,7 +123,7 @@ def _above(path: str, holder: GateHolder) -> str:
     return ".".join(names[: len(names) - holder.levels])
 
 
-def _place_of_holder(network: nn.Module) -> str:
+def _path_of_holder(network: nn.Module) -> str:
     """Where a holder can be: the network, or, if that is a container, a layer inside, if possible with parameters."""
     layers = {path: module for path, module in network.named_modules() if not isinstance(module, _CONTAINERS)}
     trained = [path for path, module in layers.items() if not path or any(True for _ in module.parameters(False))]
@@ -202,7 +202,9 @@ def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
         module_at(network, path, "modules")
         expect(GateLayer, "a Gate", **{f"gates[{path!r}]": gate})
         calls = None if followed is None else followed.of_one(modules[path])
-        _check_place(modules, path, gate, calls, [other for other in gates if modules.get(other) is modules[path]])
+        _check_insertion_point(
+            modules, path, gate, calls, [other for other in gates if modules.get(other) is modules[path]]
+        )
         for call in calls or []:
             _check_size(path, gate, call.output)
         outputs = [(call.output, gate.dim) for call in calls or [] if call.output is not None and gate.size > 1]
@@ -284,7 +286,7 @@ def _check_size(path: str, gate: GateLayer, output: Value | None) -> None:
         )
 
 
-def _check_place(
+def _check_insertion_point(
     modules: Mapping[str, nn.Module], path: str, gate: GateLayer, calls: list[ModuleCall] | None, given: list[str]
 ) -> None:
     """Refuse a module behind which a gate would not act, or not alone."""

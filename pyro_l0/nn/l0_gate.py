@@ -316,9 +316,11 @@ class _CallHook:
         """Draw, but for the compiler, which calls each gate by itself."""
         if torch.compiler.is_compiling():
             return
-        gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x.drawn is None]
+        gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x._parameters]
+        # A network around this one has drawn already; own values may be left from a call that was interrupted.
+        gates = [gate for gate in gates if gate.drawn is None or gate.drawn.by is network]
         for are_same in (True, False):
-            own = [gate for gate in gates if gate.sync_draws == are_same and gate._parameters]
+            own = [gate for gate in gates if gate.sync_draws == are_same]
             for gate, value in zip(own, draw(own) if own else [], strict=True):
                 gate.drawn = Drawn(value, torch.is_grad_enabled(), network)
 
@@ -472,8 +474,8 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
     gates = _some_l0_gates(network)
     if callable(cost):
         return cost({site: gate.active_prob for site, gate in gates.items()})
-    prices = dict.fromkeys(gates, float(cost)) if isinstance(cost, Real) else cost
-    if not isinstance(prices, Mapping) or prices.keys() != gates.keys():
+    coefficients = dict.fromkeys(gates, float(cost)) if isinstance(cost, Real) else cost
+    if not isinstance(coefficients, Mapping) or coefficients.keys() != gates.keys():
         raise ValueError(
             f"Expected cost to be a price, a function, or a price for each of the gates {sorted(gates)}, but got "
             f"{cost!r}."
@@ -481,8 +483,9 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
     each = [gate.distribution for gate in gates.values()]
     joint = concatenate(each)
     if joint is not None:
-        return sum_open(joint.active_prob, list(prices.values()), [x.batch_shape.numel() for x in each])
-    return torch.stack([price * x.active_prob.sum() for price, x in zip(prices.values(), each, strict=True)]).sum()
+        return sum_open(joint.active_prob, list(coefficients.values()), [x.batch_shape.numel() for x in each])
+    terms = [c * x.active_prob.sum() for c, x in zip(coefficients.values(), each, strict=True)]
+    return torch.stack(terms).sum()
 
 
 def _l0_gates(network: nn.Module) -> dict[str, L0Gate]:

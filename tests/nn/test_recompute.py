@@ -128,6 +128,10 @@ class Twice(nn.Module):
         return self.last(self.gate(torch.relu(self.first(x)))), self.gate(), self.gate()
 
 
+def stop(module, args):
+    raise KeyboardInterrupt
+
+
 def test_a_call_of_the_network_draws_its_gates_once():
     """Of a network that is copied or loaded, too; parts called on their own draw by themselves."""
     torch.manual_seed(0)
@@ -149,6 +153,12 @@ def test_a_call_of_the_network_draws_its_gates_once():
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         net(torch.ones(2, 5))
     assert not torch.equal(net.gate(), net.gate())  # the call has ended
+    handle = net.last.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        net(torch.ones(2, 6))
+    handle.remove()
+    left = net.gate.drawn.value  # such errors call no hook
+    assert not torch.equal(net(torch.ones(2, 6))[1], left)
     net.eval()
     assert torch.equal(net(torch.ones(2, 6))[1], net.gate.test_gate)
 
