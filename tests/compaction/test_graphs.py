@@ -98,31 +98,6 @@ def test_a_gate_at_two_places_keeps_what_either_needs(function, closed, kept):
     assert guide.posterior().keys() == gate_names(model.net).keys()
 
 
-def behind_gates(function):
-    return Net(
-        lambda s, x: function(s, s.g(torch.relu(s.a(x)))), a=nn.Conv2d(3, 4, 3), g=Gate(4, dim=1), b=nn.Conv2d(4, 2, 1)
-    )
-
-
-@pytest.mark.parametrize(
-    ("net", "x"),
-    [
-        (behind_gates(lambda s, h: s.b(h / h.shape[0])), images()),
-        (dense(lambda s, x: s.b(torch.add(s.g(s.a(x)), s.g(s.c(x)), alpha=2)), c=nn.Linear(3, 4)), vectors()),
-        (dense(lambda s, x: (lambda h: s.b(s.g(h.relu_())) + h)(s.a(x)), b=nn.Linear(4, 4)), vectors()),
-        (dense(lambda s, x: s.b(s.g(torch.relu(s.a(x))).flatten(0, 1))), torch.ones(5, 6, 3, dtype=torch.float64)),
-    ],
-    ids=["batch size", "alpha", "in place", "batch in rows"],
-)
-def test_what_code_does_with_a_tensor(net, x):
-    """The size of the batch, a factor, changes in place and reshapes of the batch: counted as the small network is."""
-    gates = {site: torch.tensor([1.0, 0.0, 1.0, 1.0]) for site in gate_names(net)}
-    small = compact(net.double(), {site: gate.double() for site, gate in gates.items()}, x).network
-    weights = [module.weight for module in small.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
-    assert NetworkCost(net, x).weights(gates) == sum(weight.numel() for weight in weights)
-    assert NetworkCost(net, x).weights(gates) < NetworkCost(net, x).total_weights
-
-
 def test_other_gates_of_the_guide_are_left_alone():
     """An encoder shrinks, the decoder's gates do not."""
 

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -121,16 +120,6 @@ def test_what_is_no_file_of_ours_is_refused_by_what_it_is(tmp_path):
         compacted().save(tmp_path / "missing" / "small")
 
 
-def test_a_file_that_may_not_be_opened_is_not_called_missing(saved, monkeypatch):
-    """safetensors itself says that there is no such file. Root may open all, hence the stand-in."""
-
-    def forbidden(self, mode):
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "open", forbidden)
-    refused(saved[0], "it can't be read: .*Permission denied")
-
-
 def test_numbers_of_another_type_are_refused(saved):
     path, _, expected = saved
     with pytest.raises(ValueError, match=r"is torch.float32, the network's torch.float64; .*to\(torch.float32\)"):
@@ -212,20 +201,6 @@ def test_a_new_file_has_the_permissions_of_the_old_one(tmp_path):
         assert (tmp_path / "net.safetensors").stat().st_mode & 0o777 == 0o604
     finally:
         os.umask(before)
-
-
-def test_of_saves_at_the_same_time_one_wins(tmp_path):
-    results = [compacted(seed) for seed in range(3)]
-    threads = [
-        threading.Thread(target=lambda result=result: [result.save(tmp_path / "net") for _ in range(10)])
-        for result in results
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [file.name for file in tmp_path.iterdir()] == ["net.safetensors"]
-    assert any(torch.equal(outputs(tmp_path / "net"), result.network(X)) for result in results)
 
 
 @pytest.mark.parametrize(

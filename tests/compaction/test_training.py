@@ -7,15 +7,13 @@ import torch
 from torch import nn
 
 import mnist
-from common.averages import SelectedInputs
 from common.networks import build as build_network
 from mnist import Options
-from pyro_l0.compaction import Shrinker, compact, load_compacted
+from pyro_l0.compaction import Shrinker, load_compacted
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.gate import name_gates
-from pyro_l0.nn.square_norms import square_norms
 from tests.compaction.networks import Model, set_gates
 from tests.networks import Net
 
@@ -120,19 +118,6 @@ def test_a_site_without_open_gates_leaves():
     assert shrinker.full(guide.test_gates())["net.gate"].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_square_norms_follow_what_is_left():
-    """The inputs of a layer behind a selection belong to the right gates."""
-    model, guide, loss, optimiser, x, _ = build()
-    before = {name: norm().shape for name, norm in square_norms(model.net, x).items()}
-    Shrinker(model.net, guide, x, optimiser, loss.elbo, patience=1).step()
-    after = square_norms(model.net, x)
-    kept = model.net.get_submodule("9").weight
-    torch.testing.assert_close(after["net.8"](), kept.square().sum(0))
-    assert before["net.6"] == (3,)
-    assert after["net.6"]().shape == (2,)
-    torch.testing.assert_close(after["net.6"]().sum(), kept.square().sum())
-
-
 def test_a_dead_network_is_left_as_it_is():
     """All gates of a layer closed: a warning, and nothing happens."""
     model, guide, loss, optimiser, x, _ = build()
@@ -162,24 +147,3 @@ def test_the_example_resumes_across_shrinkings(tmp_path):
         for entry in (metrics, *metrics["history"]):
             del entry["seconds"]
     assert resumed == straight
-
-
-def pruned_inputs(*layers, kept=(0, 2, 3, 5)):
-    net = nn.Sequential(Gate(6), *layers)
-    gates = {"0": torch.zeros(6).index_fill(0, torch.tensor(kept), 1.0)}
-    return compact(net, gates, torch.ones(1, 6)).network
-
-
-def test_inputs_are_selected_once():
-    net, x = pruned_inputs(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(20, 6)
-    expected = net(x[3:9])
-    selected = SelectedInputs(x)
-    with selected.of(net) as inputs:
-        torch.testing.assert_close(inputs, x[:, [0, 2, 3, 5]], rtol=0, atol=0)
-        torch.testing.assert_close(net(inputs[3:9]), expected, rtol=0, atol=0)
-    torch.testing.assert_close(net(x[3:9]), expected, rtol=0, atol=0)
-    with selected.of(net) as again:
-        assert again is inputs
-    with pytest.raises(KeyError), selected.of(net):
-        raise KeyError
-    torch.testing.assert_close(net(x[3:9]), expected, rtol=0, atol=0)

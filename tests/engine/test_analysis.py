@@ -133,11 +133,6 @@ def test_tensors_that_nobody_can_slice_stay():
     assert set(analysis.reasons["gate"].values()) == {"a tensor that is no parameter or buffer, at mul in the network"}
 
 
-def test_unused_outputs_do_not_keep_units():
-    network = Between(lambda h, unused: (h, unused(h).softmax(-1).mean(), float(h.detach().sum()))[0], nn.Linear(8, 5))
-    assert len(examine(network, torch.randn(2, 6, dtype=torch.float64)).removed["gate"]) == 4
-
-
 def test_what_is_refused():
     network = nn.Sequential(nn.Linear(6, 8), Gate(8), nn.Linear(8, 2))
     name_gates(network)
@@ -157,16 +152,3 @@ def test_a_rule_from_outside_takes_one_short_file():
     analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
     assert len(analysis.removed["gate"]) == 4
     assert not analysis.barriers
-
-
-def test_a_size_that_stays_in_a_modules_own_code_did_not_shrink_for_it():
-    """The softmax keeps eight units in the network's forward; only the module inside has half of them."""
-
-    network = Net(
-        lambda net, x: net.inner(torch.softmax(net.first(x), -1)),
-        first=nn.Linear(6, 8),
-        inner=nn.Sequential(Gate(8), nn.Linear(8, 2)),
-    )
-    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
-    assert analysis.shrunk["inner"] == {8: 4}
-    assert analysis.shrunk[""] == {}

@@ -11,29 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, suggest_gates
-from pyro_l0.nn.engine import Value, calls_of, record
+from pyro_l0.nn.engine import calls_of, record
 from tests.networks import Net
 
 
 def names(recording):
     return [operation.name.removeprefix("aten::") for operation in recording.operations]
-
-
-def test_operations_values_and_paths():
-    network = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.ReLU(), Gate(3)))
-    recording = record(network, torch.ones(2, 4))
-    linear, relu, gate = recording.operations
-    assert names(recording) == ["linear", "relu", "gate"]
-    assert [operation.path for operation in recording.operations] == ["0", "1.0", "1.1"]
-    assert linear.value("weight").names == ("0.weight",)
-    assert linear.value("input") is recording.calls[0].inputs[0]
-    assert linear.output.shape == (2, 3)
-    assert relu.inputs == [linear.output]
-    assert gate.arguments["site"] == "1.1"
-    assert gate.arguments["dim"] == -1
-    assert recording.calls[0].outputs == (gate.output,)
-    assert gate.output.is_output
-    assert set(recording.named) == {"0.weight", "0.bias"}
 
 
 class Noisy(nn.Module):
@@ -200,25 +183,6 @@ def test_examples_are_refused_by_what_they_are():
         record(several(), {"x": torch.ones(2, 4), "kind": "nothing"})
 
 
-def test_what_is_written_down_as_one_operation():
-    x, q = torch.ones(2, 3, 4), torch.ones(2, 2, 3, 4)
-
-    def forward(net, x, q):
-        for layer in net.layers:
-            x = layer(x)
-        x = x @ torch.einsum("bij,bik->bjk", x, x) + F.pad(x, (0, 0))
-        return net.recurrent(x)[0] + F.scaled_dot_product_attention(q, q, q).sum()
-
-    network = Net(
-        forward, layers=nn.ModuleList([nn.Linear(4, 4), nn.RMSNorm(4), nn.InstanceNorm1d(3)]), recurrent=nn.GRU(4, 4)
-    )
-    found = names(record(network, (x, q)))
-    expected = ["linear", "rms_norm", "instance_norm", "einsum", "matmul", "pad", "recurrent"]
-    assert [name for name in found if name in expected] == expected
-    assert "scaled_dot_product_attention" in found
-    assert not {"bmm", "addmm", "mm", "batch_norm"} & set(found)
-
-
 def test_changes_in_place_make_new_values():
     class Net(nn.Module):
         def forward(self, x):
@@ -239,25 +203,6 @@ def test_changes_in_place_make_new_values():
     assert recording.calls[0].outputs[0] in written.outputs
 
 
-def test_tensors_from_elsewhere_are_told_apart():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Parameter(torch.ones(4))
-            self.register_buffer("two", torch.ones(4))
-            self.three = torch.ones(4)
-            self.tied = self.one
-
-        def forward(self, x):
-            return x * self.one + self.two + self.three
-
-    recording = record(Net(), torch.ones(2, 4))
-    assert recording.named["one"] is recording.named["tied"]
-    assert recording.named["one"].names == ("one", "tied")
-    (given,) = [x for x in recording.operations[-1].inputs if x.is_given]
-    assert not given.names
-
-
 def test_checkpointed_blocks_frozen_networks_and_autocast():
     def forward(net, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -269,15 +214,6 @@ def test_checkpointed_blocks_frozen_networks_and_autocast():
     assert "_transformer_encoder_layer_fwd" not in names(recording)
     assert {operation.path for operation in recording.operations} >= {"block.linear1", "block.norm2"}
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_arguments_have_their_names_and_defaults():
-    network = Net(lambda net, x: F.linear(x, bias=None, weight=torch.ones(3, 4)).sum(0))
-    *_, linear, total = record(network, torch.ones(2, 4)).operations
-    assert isinstance(linear.value("weight"), Value)
-    assert linear.maybe("bias") is None
-    assert total.integers("dim") == [0]
-    assert total.arguments["keepdim"] is False
 
 
 class Frozen(dict):

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import Gate
-from pyro_l0.nn.engine import analyse, record
 from tests.engine.exactness import Between, examine
 from tests.networks import Net
 
@@ -183,27 +182,6 @@ def test_two_operands_and_layers(network, removed):
     assert len(analysis.removed["gate"]) == removed
 
 
-def test_a_view_into_heads_leaves_in_whole_heads():
-    """Closing all features of a head lets the head leave; closing the same feature of all heads lets that leave."""
-
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.out = nn.Linear(6, 12), Gate(12), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.out(self.gate(self.one(x)).unflatten(-1, (-1, 4)))
-
-    def removed(units):
-        closed = {"gate": torch.zeros(12, dtype=torch.bool)}
-        closed["gate"][units] = True
-        return analyse(record(Heads(), torch.randn(2, 6)), closed).removed["gate"].tolist()
-
-    assert removed([1, 5]) == []
-    assert removed([1, 5, 9]) == [1, 5, 9]
-    assert removed([4, 5, 6, 7]) == []  # the number of heads is a dimension of the output
-
-
 def test_attention_over_constants_varies():
     """Constant values that differ from token to token are weighted by what the queries ask for."""
 
@@ -218,23 +196,3 @@ def test_attention_over_constants_varies():
     analysis = examine(network, torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
     assert not analysis.folds
     assert len(analysis.gates["gate"].kept_out) == 4
-
-
-def test_torch_multihead_attention_keeps_its_sizes_and_says_so():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate = nn.Linear(6, 8), Gate(8)
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.second, self.out = Gate(8), nn.Linear(8, 3)
-
-        def forward(self, x):
-            h = self.gate(self.one(x))
-            return self.out(self.second(self.attention(h, h, h)[0]))
-
-    analysis = examine(Net(), torch.randn(2, 5, 6, dtype=torch.float64))
-    reason = "nn.MultiheadAttention in attention, whose sizes are fixed"
-    assert set(analysis.reasons["gate"].values()) == {reason}
-    assert len(analysis.removed["second"]) == 4
-    assert len(analysis.kept["attention.in_proj_weight"][0]) == 24
-    assert analysis.kept["out.weight"][1].tolist() == analysis.gates["second"].kept_out.tolist()

@@ -14,15 +14,6 @@ def inputs(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_gates_on_the_outputs_fill_in_zeros():
-    network = nn.Sequential(nn.Linear(6, 3), Gate(3))
-    analysis = examine(network, inputs(2, 6), {"1": torch.tensor([True, False, True])})
-    assert analysis.gates["1"].kept_in.tolist() == [1]
-    assert analysis.gates["1"].kept_out.tolist() == [0, 1, 2]
-    assert analysis.kept["0.weight"][0].tolist() == [1]
-    assert analysis.reasons["1"] == {0: "network output", 2: "network output"}
-
-
 def residual(gate, branch, shape=lambda h: h):
     def forward(net, x):
         h = net.gate(net.shape(net.branch(x)))

@@ -72,12 +72,6 @@ def test_a_pickle_can_run_nothing(folder, tmp_path, monkeypatch):
     assert not Path("evil").exists()
 
 
-def test_missing_files(tmp_path):
-    """The folder and what was expected there."""
-    with pytest.raises(FileNotFoundError, match=r"expected cifar-10-batches-py/data_batch_1, .* unpack cifar-10-py"):
-        load_cifar(tmp_path)
-
-
 @pytest.mark.slow
 def test_costs_of_wide_residual_networks():
     """WRN-28-10 has 5.24 billion multiply-adds; those of a pruned network are torch's count of the compacted one."""

@@ -5,10 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-import torch
 
 import mnist
 from common.data import load_digits
@@ -100,17 +98,3 @@ def test_two_processes_agree(options, tmp_path):
     assert sum(out["architecture"]) == pytest.approx(sum(one["architecture"]), rel=0.15)
     if "target" in options:
         assert 0.19 < out["fraction"] <= 0.2
-
-
-@pytest.mark.slow
-def test_the_example_under_torchrun(tmp_path):
-    """One process writes; resuming needs as many processes."""
-    script = str(Path(mnist.__file__))
-    options = ["--lam", "0.05", "--out", str(tmp_path)]
-    out = torchrun(script, *options, "--epochs", "2", cwd=tmp_path)
-    assert out.count("test error, final epoch") == 1
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert len(state["random"]) == 2
-    torchrun(script, *options, "--epochs", "3", "--resume", cwd=tmp_path)
-    with pytest.raises(ValueError, match="differs in the number of processes"):
-        mnist.main(Options(epochs=4, lam=(0.05,), out=tmp_path, resume=True))

@@ -4,12 +4,10 @@ import math
 
 import pyro
 import pyro.distributions as dist
-import pytest
 import torch
 from torch import nn
 
 from common.averages import AVERAGE_POWER, Average
-from common.gated_run import check_shares
 from common.networks import Classifier
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate
@@ -53,11 +51,3 @@ def test_the_likelihood_is_that_of_a_plate():
         found.append([loss, *torch.autograd.grad(loss, parameters)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_every_process_has_an_example_of_every_batch():
-    """1,401 images in batches of 100 end in one of 1."""
-    check_shares(1401, 100, 1)
-    check_shares(1400, 100, 2)
-    with pytest.raises(ValueError, match=r"at least 2 examples in every batch.* the last of 1401 .* has 1"):
-        check_shares(1401, 100, 2)

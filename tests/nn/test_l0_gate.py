@@ -11,7 +11,7 @@ from pyro_l0 import BernoulliGate, ExponentialGate, HardConcrete, PowerLawGate, 
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
-from pyro_l0.nn import Gate, L0Gate, NetworkCost, NetworkGates, fix_gates, penalty, suggest_gates
+from pyro_l0.nn import Gate, L0Gate, NetworkCost, NetworkGates, penalty, suggest_gates
 from pyro_l0.nn.l0_gate import FAMILIES
 
 X, Y = torch.linspace(-2, 2, 8 * 6).view(8, 6).sin(), torch.arange(8) % 3
@@ -227,30 +227,6 @@ def test_a_network_that_shrinks_while_it_trains():
     (loss(net) + penalty(net, 0.1)).backward()
     optimiser.step()
     assert not torch.equal(net[2].log_alpha.detach(), kept)
-
-
-class Called(nn.Module):
-    """A network whose code gives the gates their dimension."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.gate, self.last = nn.Conv1d(2, 6, 3), L0Gate(6), nn.Conv1d(6, 2, 3)
-
-    def forward(self, x):
-        return self.last(self.gate(torch.relu(self.first(x)), 1))
-
-
-def test_the_dimension_of_a_call():
-    net, x = Called(), torch.randn(2, 2, 9)
-    with torch.no_grad():
-        net.gate.log_alpha[:2] = -9.0
-        net.gate.log_alpha[3:] = 9.0
-    gates = NetworkGates(net).test_gates()
-    small = compact(net, gates, x).network
-    assert small.first.out_channels == 4
-    assert torch.allclose(small(x), net.eval()(x), atol=1e-5)
-    assert torch.allclose(fix_gates(net, gates)(x), net(x), atol=1e-6)
 
 
 # ------------------------------------------------------------ refusals

@@ -80,22 +80,6 @@ def test_a_unit_that_is_pooled_has_one_place(pool):
     assert next(place for place in found.locations if place.path == pooled).coupled == ()
 
 
-def test_a_pool_whose_indices_are_used_is_a_place_of_its_own():
-    """A decoder that puts maxima back reads the indices of units that a gate behind the pool does not close."""
-
-    class Unpooling(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.enter, self.act, self.pool = nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, 2, 0, 1, True)
-            self.back, self.last = nn.MaxUnpool2d(2), nn.Conv2d(6, 1, 3)
-
-        def forward(self, x):
-            pooled, indices = self.pool(self.act(self.enter(x)))
-            return self.last(self.back(pooled, indices))
-
-    assert "act" in suggest_gates(Unpooling(), IMAGE)
-
-
 @pytest.mark.parametrize(
     "head",
     [

@@ -1,8 +1,6 @@
 """The comparators' divergences, their pruning rules, and each on the digits."""
 
-import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -109,17 +107,3 @@ def test_each_on_the_digits(method):
     assert row["certificate"] < 1e-5
     assert 0 < row["weights_left"] <= 50_200
     assert row["test_error_percent"] < 90
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    """The table, and runs that are there are not repeated."""
-    options = comparators.Options(methods=("vibnet",), strength=(1.0, 2.0), epochs=1, out=tmp_path)
-    rows = comparators.main(options)
-    assert [row["strength"] for row in rows] == [1.0, 2.0]
-    path = tmp_path / "vibnet-1-1.json"
-    path.write_text(json.dumps({**rows[0], "test_error_percent": 42.0}))
-    assert comparators.main(options)[0]["test_error_percent"] == 42.0
-    assert "| vibnet | 1 | 42.00 % |" in (tmp_path / "comparators.md").read_text()
-    with pytest.raises(ValueError, match="is of another run: epochs: expected 2, got 1"):
-        comparators.main(replace(options, epochs=2))

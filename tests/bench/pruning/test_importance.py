@@ -112,18 +112,6 @@ def test_closing_meets_the_budget(budget):
     assert all((gate <= before[site]).all() for site, gate in units.gates.items())
 
 
-def test_floor():
-    """The same fraction of an MLP 20-10-2 leaves 8 and 4 units: 8 * 4 + 4 * 2 of 220 multiply-adds."""
-    units = Units(nn.Sequential(Gate(20), nn.Linear(20, 10), nn.ReLU(), Gate(10), nn.Linear(10, 2)), torch.ones(1, 20))
-    assert units.least(40.5 / 220, 1.0) == {"0": 8, "3": 4}
-    assert units.least(40.5 / 220, 0.75) == {"0": 6, "3": 3}
-    assert units.least(40.5 / 220, 0.0) == {"0": 1, "3": 1}
-    scores = {"0": torch.arange(20.0), "3": 100 + torch.arange(10.0)}
-    units.close(scores, 40.5 / 220, {"0": 6, "3": 3})
-    assert {site: int(gate.sum()) for site, gate in units.gates.items()} == {"0": 6, "3": 5}
-    assert units.gates["0"][-6:].all()
-
-
 @pytest.mark.parametrize("score", ["l1", "l1_global", "taylor", "fisher_floor"])
 def test_each_score_on_a_residual_network(score):
     """Within the budget; compacted, it does the multiply-adds that were counted; no gate changes after the cut."""
@@ -163,17 +151,3 @@ def test_rows_of_gates_and_scores():
     shared = insert_gates(network, importance_runs.places(network, x[:1]))
     streams = {path: hook.gate for path, hook in hooks_of(shared)}
     assert streams["stem.2"] is streams["blocks.0.relu2"]
-
-
-def test_the_better_of_both_ways_of_l1():
-    row = {"budget": 0.3, "seed": 1, "dense": 2.0, "cut": 5.0, "used": 0.99}
-    rows = [row | {"method": "l1", "end": 4.0}, row | {"method": "l1_global", "end": 3.0}]
-    rows += [other | {"seed": 2, "end": other["end"] + 1} for other in rows]
-    text = importance_runs.table(rows)
-    assert text.splitlines()[-1] == "| 0.3 | L1, over all layers | 5.00 ± 0.00 | 3.50 ± 0.71 | 0.990 | 2 |"
-    assert "same fraction" not in text
-    rows += [other | {"method": "gates", "end": 9.0} for other in rows]
-    assert [line.split(" | ")[1] for line in importance_runs.table(rows).splitlines()[-2:]] == [
-        "gates (pyro_l0.prune)",
-        "L1, over all layers",
-    ]

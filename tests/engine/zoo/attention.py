@@ -106,91 +106,6 @@ def rms_norm(size):
     )
 
 
-class GroupedAttention(nn.Module):
-    """Llama's: several query heads share a key head; places turn queries and keys."""
-
-    def __init__(self, size=16, heads=4, key_heads=2):
-        super().__init__()
-        self.head_size, self.repeats = size // heads, heads // key_heads
-        self.query = nn.Linear(size, size, bias=False)
-        self.key = nn.Linear(size, key_heads * self.head_size, bias=False)
-        self.value = nn.Linear(size, key_heads * self.head_size, bias=False)
-        self.output = nn.Linear(size, size, bias=False)
-        self.gate = Gate(heads, dim=1)
-
-    def forward(self, x):
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        query, key = self.turn(query), self.turn(key)
-        key, value = (part.repeat_interleave(self.repeats, dim=1) for part in (key, value))
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        scores = (query @ key.transpose(2, 3) * self.head_size**-0.5).masked_fill(~mask, -math.inf)
-        attended = self.gate(torch.softmax(scores, -1) @ value)
-        return self.output(attended.transpose(1, 2).flatten(2))
-
-    def turn(self, x):
-        half = x.shape[-1] // 2
-        angle = torch.outer(torch.arange(x.shape[2]), 10.0 ** -torch.arange(half)).to(x.dtype).repeat(1, 2)
-        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-        return x * angle.cos() + turned * angle.sin()
-
-
-class Llama(nn.Module):
-    def __init__(self, size=16, words=20):
-        super().__init__()
-        self.words = nn.Embedding(words, size)
-        self.attention_norm, self.dense_norm, self.norm = (rms_norm(size) for _ in range(3))
-        self.attention = GroupedAttention(size)
-        self.up, self.gated = nn.Linear(size, 12, bias=False), nn.Linear(size, 12, bias=False)
-        self.gate = Gate(12)
-        self.down = nn.Linear(12, size, bias=False)
-        self.head = nn.Linear(size, words, bias=False)
-
-    def forward(self, tokens):
-        x = self.words(tokens)
-        x = x + self.attention(self.attention_norm(x))
-        y = self.dense_norm(x)
-        x = x + self.down(self.gate(F.silu(self.gated(y)) * self.up(y)))
-        return self.head(self.norm(x))
-
-
-class CrossAttention(nn.Module):
-    """A decoder's layer: queries from one sequence, keys and values from another of another length."""
-
-    def __init__(self, size=12, memory_size=10, heads=4):
-        super().__init__()
-        self.head_size = size // heads
-        self.norm = nn.LayerNorm(size)
-        self.query = nn.Linear(size, size)
-        self.key, self.value = nn.Linear(memory_size, size), nn.Linear(memory_size, size)
-        self.gate = Gate(heads, dim=1)
-        self.output = nn.Linear(size, size)
-        self.dense = feed_forward(size, 10)
-
-    def forward(self, target, memory):
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for layer, x in ((self.query, self.norm(target)), (self.key, memory), (self.value, memory))
-        )
-        attended = self.gate(F.scaled_dot_product_attention(query, key, value))
-        target = target + self.output(attended.transpose(1, 2).flatten(2))
-        return target + self.dense(target)
-
-
-class EncoderLayer(nn.Module):
-    """Torch's layer; its activation carries the gate of its hidden units."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.1, batch_first=True)
-        self.layer.activation = nn.Sequential(nn.ReLU(), Gate(16))
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x):
-        return self.head(self.layer(x)[:, 0])
-
-
 def encoder_heads():
     """Torch's encoder with gates on the heads, whose attention is swapped for one of plain layers."""
     layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.1, batch_first=True)
@@ -289,17 +204,6 @@ ENTRIES = {
     "attention_fused": language_model(fused=True),
     "attention_fixed_views": language_model(fixed=True),
     "causal_attention": Entry(CausalAttention, sequence(12), shapes={"qkv.weight": (18, 12), "output.weight": (5, 6)}),
-    # Heads 1 and 3 are the second ones of both key heads.
-    "grouped_queries": Entry(
-        Llama, tokens, shapes={"attention.output.weight": (16, 8), "up.weight": (6, 16), "gated.weight": (6, 16)},
-    ),
-    "cross_attention": Entry(
-        CrossAttention, lambda batch: (torch.randn(batch, 4, 12), torch.randn(batch, 6, 10)),
-        shapes={"key.weight": (6, 10), "query.weight": (6, 12), "output.weight": (12, 6)},
-    ),
-    "encoder_layer": Entry(
-        EncoderLayer, sequence(12), shapes={"layer.linear1.weight": (8, 12), "layer.linear2.weight": (12, 8)},
-    ),
     "encoder_heads": Entry(
         encoder_heads, sequence(12),
         shapes={

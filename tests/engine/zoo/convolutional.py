@@ -27,29 +27,6 @@ def padded_constants():
     )  # fmt: skip
 
 
-class Dense(nn.Module):
-    """DenseNet: every layer reads the maps of all layers before it."""
-
-    def __init__(self, maps=8, growth=6, layers=3, middle=8):
-        super().__init__()
-        self.stem = nn.Conv2d(3, maps, 3, padding=1)
-        self.stem_gate = Gate(maps, dim=1)
-        self.layers = nn.ModuleList()
-        for k in range(layers):
-            read = maps + k * growth
-            narrow = [nn.BatchNorm2d(read), nn.ReLU(), nn.Conv2d(read, middle, 1, bias=False)]
-            wide = [nn.BatchNorm2d(middle), nn.ReLU(), Gate(middle, dim=1), nn.Conv2d(middle, growth, 3, padding=1)]
-            self.layers.append(nn.Sequential(*narrow, *wide, Gate(growth, dim=1)))
-        self.norm = nn.BatchNorm2d(maps + layers * growth)
-        self.head = nn.Linear(maps + layers * growth, 5)
-
-    def forward(self, x):
-        maps = [self.stem_gate(F.relu(self.stem(x)))]
-        for layer in self.layers:
-            maps.append(layer(torch.cat(maps, 1)))
-        return self.head(F.adaptive_avg_pool2d(F.relu(self.norm(torch.cat(maps, 1))), 1).flatten(1))
-
-
 class InvertedResidual(nn.Module):
     """MobileNetV3: expand, filter each map by itself, squeeze and excite, project.
 
@@ -156,13 +133,6 @@ class WaveNet(nn.Module):
         return self.head(self.gate(F.relu(skips)))
 
 
-def volume():
-    return nn.Sequential(
-        nn.Conv3d(2, 6, 3, padding=1), nn.BatchNorm3d(6), nn.ReLU(), Gate(6, dim=1), nn.MaxPool3d(2),
-        nn.Conv3d(6, 4, 2), nn.ReLU(), Gate(4, dim=1), nn.Flatten(), nn.Linear(4, 3),
-    )  # fmt: skip
-
-
 def images(size=8, maps=3):
     return lambda batch: torch.randn(batch, maps, size, size)
 
@@ -204,7 +174,6 @@ ENTRIES = {
     ),
     "lenet": Entry(lenet, images(10, 1), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),
     "padded_constants": Entry(padded_constants, images(), shapes={"0.weight": (3, 3, 3, 3)}),
-    "densenet": Entry(Dense, images(), shapes={"stem.weight": (4, 3, 3, 3), "layers.2.6.weight": (3, 4, 3, 3)}),
     "mobilenet": Entry(
         mobile_net, images(12),
         shapes={"blocks.0.filter.0.weight": (8, 1, 3, 3), "blocks.0.squeeze.weight": (4, 8, 1, 1)},
@@ -224,5 +193,4 @@ ENTRIES = {
         WaveNet, lambda batch: torch.randn(batch, 1, 16),
         shapes={"blocks.1.signal.weight": (3, 8, 2), "blocks.1.sigmoid.weight": (3, 8, 2), "head.weight": (5, 2, 1)},
     ),
-    "volume": Entry(volume, lambda batch: torch.randn(batch, 2, 4, 4, 4), shapes={"5.weight": (2, 3, 2, 2, 2)}),
 }  # fmt: skip

@@ -29,25 +29,6 @@ class BilinearPair(nn.Module):
         return {"hidden": h}
 
 
-class TwoTowers(nn.Module):
-    """Queries and items, each with a tower over an encoder that both share; the score is a dot product."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), Gate(10), nn.Linear(10, 8), nn.ReLU())
-        self.shared_gate = Gate(8)
-        self.query, self.item = nn.Linear(8, 12), nn.Linear(8, 12)
-        self.gate = Gate(12)
-
-    def forward(self, query, item):
-        # A gate closes the same coordinate of both towers, though only one passes it.
-        query = self.gate(self.query(self.shared_encoder(query)))
-        return query @ self.item(self.shared_encoder(item)).mT
-
-    def shared_encoder(self, x):
-        return self.shared_gate(self.encoder(x))
-
-
 class WideAndDeep(nn.Module):
     """Bags of categories beside numbers, with the factors of the bags gated."""
 
@@ -107,10 +88,6 @@ ENTRIES = {
         BilinearPair,
         lambda batch: {"x": torch.randn(batch, 6), "other": torch.randn(batch, 5), "with_pair": True, "scale": 2.0},
         shapes={"layer.weight": (5, 6), "pair.weight": (4, 5, 5), "head.weight": (2, 4)},
-    ),
-    "two_towers": Entry(
-        TwoTowers, lambda batch: (torch.randn(batch, 6), torch.randn(4, 6)),
-        shapes={"encoder.0.weight": (5, 6), "query.weight": (6, 4), "item.weight": (6, 4)},
     ),
     "wide_and_deep": Entry(
         WideAndDeep,

@@ -73,22 +73,6 @@ def subclassed_norm():
     )  # fmt: skip
 
 
-class Film(nn.Module):
-    """A condition scales and shifts each map."""
-
-    def __init__(self, maps=8):
-        super().__init__()
-        self.filters = nn.Conv2d(3, maps, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(maps, affine=False)
-        self.scale, self.shift = nn.Linear(5, maps), nn.Linear(5, maps)
-        self.gate = Gate(maps, dim=1)
-        self.head = nn.Linear(maps, 4)
-
-    def forward(self, x, condition):
-        scale, shift = (layer(condition)[:, :, None, None] for layer in (self.scale, self.shift))
-        return self.head(self.gate(F.relu(scale * self.norm(self.filters(x)) + shift)).mean((2, 3)))
-
-
 class StandardisedConv(nn.Conv2d):
     """A norm-free network's convolution: each filter has mean 0 and length 1 over its inputs."""
 
@@ -150,10 +134,6 @@ ENTRIES = {
     ),
     "subclassed_norm": Entry(
         subclassed_norm, images(6), shapes={"4.weight": (3, 4, 3, 3), "7.weight": (2, 3, 1, 1)},
-    ),
-    "film": Entry(
-        Film, lambda batch: (torch.randn(batch, 3, 6, 6), torch.randn(batch, 5)),
-        shapes={"scale.weight": (4, 5), "shift.weight": (4, 5), "filters.weight": (4, 3, 3, 3)},
     ),
     "standardised_weights": Entry(
         standardised_weights, images(6), shapes={"0.weight": (4, 3, 1, 1), "3.weight": (3, 8, 3, 3)},

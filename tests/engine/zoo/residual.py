@@ -99,24 +99,6 @@ def whole_gate():
     return Net(lambda net, x: net.gate(x.unsqueeze(-1)).squeeze(-1), gate=Gate(1))
 
 
-class Highway(nn.Module):
-    """A share per unit chooses between the input and a function of it."""
-
-    def __init__(self, size=6):
-        super().__init__()
-        self.stem = nn.Linear(4, size)
-        self.stem_gate = Gate(size)
-        self.share = nn.Linear(size, size)
-        self.layer = nn.Linear(size, size)
-        self.gate = Gate(size)
-        self.head = nn.Linear(size, 2)
-
-    def forward(self, x):
-        x = self.stem_gate(self.stem(x))
-        share = torch.sigmoid(self.share(x))
-        return self.head(self.gate(share * F.relu(self.layer(x)) + (1 - share) * x))
-
-
 def _groups_of(count):
     return lambda maps: nn.GroupNorm(count, maps)
 
@@ -145,5 +127,4 @@ ENTRIES = {
         shapes={"1.branch.0.weight": (1, 8), "3.branch.3.weight": (8, 1)},
         stays={f"{k}.branch.4.gate": (1, "a dimension keeps one entry, and this has no other") for k in (1, 2, 3)},
     ),
-    "highway": Entry(Highway, lambda batch: torch.randn(batch, 4), shapes={"head.weight": (2, 3)}),
 }  # fmt: skip

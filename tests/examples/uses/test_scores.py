@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
-from common.scores import auroc, predictive, reliability, scores
+from common.scores import auroc, reliability, scores
 
 
 def test_scores_by_hand():
@@ -34,10 +33,3 @@ def test_auroc_is_the_share_of_ordered_pairs():
     pairs = outside[:, None] - inside
     expected = ((pairs > 0).double() + 0.5 * (pairs == 0).double()).mean()
     assert auroc(inside, outside) == pytest.approx(float(expected))
-
-
-def test_predictive_averages_probabilities():
-    torch.manual_seed(0)
-    networks, x = [nn.Linear(3, 2) for _ in range(3)], torch.randn(7, 3)
-    expected = torch.stack([network(x).softmax(-1) for network in networks]).mean(0)
-    torch.testing.assert_close(predictive(iter(networks), x, batch_size=2), expected.detach())

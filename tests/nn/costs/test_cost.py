@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_l0.nn import Gate, NetworkCost
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.square_norms import square_norms
 
 
@@ -55,15 +55,6 @@ class Residual(nn.Module):
     def forward(self, x):
         h = self.first(F.relu(self.enter(x)))
         return self.leave(h + self.second(F.relu(self.inner(h))))
-
-
-def test_site_names_and_square_norms():
-    """Costs go by the names that the sites have; square norms are those of the columns."""
-    net = mlp((3, 2, 2))
-    name_gates(net, prefix="net.")
-    assert list(NetworkCost(net, torch.zeros(1, 3)).group_sizes) == ["net.0", "net.3"]
-    norms = square_norms(net, torch.zeros(1, 3))
-    torch.testing.assert_close(norms["net.3"](), net[4].weight.square().sum(0))
 
 
 def test_square_norms_of_several_sites():

@@ -167,18 +167,6 @@ def test_a_gate_on_a_whole_block():
     )
 
 
-def test_a_unit_of_a_stream_is_there_if_one_of_its_writers_is():
-    """Of four gates; by the product of the others' chances to be closed."""
-    cost = NetworkCost(Stream(), torch.zeros(3, 4))
-    active = {site: torch.zeros(size) for site, size in cost.sizes.items()}
-    for site, prob in zip(active, (0.5, 0.2, 0.1, 0.4), strict=True):
-        active[site] = torch.full((6,), prob)
-    kept = 1 - 0.5 * 0.8 * 0.9 * 0.6
-    last, enter = 6 * 2 * kept, 4 * 6 * 0.5
-    between = [6 * kept * 6 * prob for prob in (0.2, 0.1, 0.4)]
-    assert cost.weights(active).item() == pytest.approx(last + enter + sum(between), rel=0.02)  # up to empty streams
-
-
 def test_report_says_why_units_stay():
     """Those of the network's inputs and outputs, and those that a barrier reads; the others leave."""
 
