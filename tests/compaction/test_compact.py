@@ -59,8 +59,6 @@ def test_lenet5_and_mlp_shrink_to_the_papers_sizes():
 
 FLATTEN = {
     "view": lambda x: x.view(x.size(0), -1),
-    "reshape": lambda x: x.reshape(x.shape[0], -1),
-    "torch": lambda x: torch.flatten(x, 1),
     "method": lambda x: x.flatten(start_dim=1),
     "mean": lambda x: x.mean((2, 3)),
 }

@@ -130,11 +130,11 @@ def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
     def run(out):
         options = [
             "--data-dir",
-            str(folder),
+            f"{folder}",
             "--out",
-            str(out),
+            f"{out}",
             "--lines",
-            str(out / "lines"),
+            f"{out}/lines",
             "--options",
             '{"epochs": 6}',
         ]

@@ -1,18 +1,15 @@
 """examples/spike_and_slab_regression.py: the enumeration, the agreement with SVI and the files."""
 
-import itertools
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import multivariate_normal
+import torch
 
 import spike_and_slab_regression as regression
 from spike_and_slab_regression import Options
-
-RATE, SCALE = 0.2, 0.2
+from tests.reference_posteriors import GaussianPosterior
 
 
 def three_features() -> tuple[np.ndarray, np.ndarray, float]:
@@ -23,42 +20,12 @@ def three_features() -> tuple[np.ndarray, np.ndarray, float]:
     return x, 0.5 * x[:, 0] + generator.normal(size=12), 0.9
 
 
-def brute_force(x: np.ndarray, y: np.ndarray, noise: float, rate: float, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Posterior by the marginal likelihood y | S ~ N(0, scale^2 X_S X_S^T + noise^2 I)."""
-    total, inclusion, coefficient = 0.0, np.zeros(x.shape[1]), np.zeros(x.shape[1])
-    for subset in itertools.product([0.0, 1.0], repeat=x.shape[1]):
-        gates = np.array(subset)
-        covariance = scale**2 * (x * gates) @ x.T + noise**2 * np.eye(len(y))
-        prior = math.prod(rate if gate else 1 - rate for gate in subset)
-        weight = prior * multivariate_normal.pdf(y, np.zeros(len(y)), covariance)
-        total += weight
-        inclusion += weight * gates
-        coefficient += weight * scale**2 * gates * (x.T @ np.linalg.solve(covariance, y))
-    return inclusion / total, coefficient / total
-
-
-def mean_field_optimum(
-    x: np.ndarray, y: np.ndarray, noise: float, rate: float, scale: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinate ascent on the bound of Eq. 20 with binary gates, from weights of zero."""
-    gram, moment = x.T @ x / noise**2, x.T @ y / noise**2
-    variance = 1 / (np.diag(gram) + 1 / scale**2)
-    active, mean = np.full(x.shape[1], 0.5), np.zeros(x.shape[1])
-    for _ in range(1000):
-        for j in range(x.shape[1]):
-            others = active * mean
-            others[j] = 0
-            mean[j] = variance[j] * (moment[j] - gram[j] @ others)
-            logit = math.log(rate / (1 - rate)) + 0.5 * math.log(variance[j] / scale**2)
-            active[j] = 1 / (1 + math.exp(-logit - mean[j] ** 2 / (2 * variance[j])))
-    return active, active * mean
-
-
 @pytest.mark.parametrize(("rate", "scale"), [(0.2, 0.5), (0.6, 2.0)])
 def test_enumeration_equals_brute_force(rate: float, scale: float) -> None:
     x, y, noise = three_features()
     exact = regression.enumerate_subsets(x, y, noise, rate, scale)
-    inclusion, coefficient = brute_force(x, y, noise, rate, scale)
+    known = GaussianPosterior(torch.as_tensor(x), torch.as_tensor(y), noise, scale, rate).summary()
+    inclusion, coefficient = known.inclusion.numpy(), known.mean.numpy()
     assert (inclusion > 0.01).all()
     assert (inclusion < 0.99).all()
     # Both solve systems of condition below 1e3 in float64.
@@ -95,9 +62,3 @@ def test_svi_agrees_with_the_exact_posterior_as_far_as_mean_field_can(tmp_path: 
         difference = np.abs(svi[key] - exact[key])
         assert difference[decided].max() < near
         assert difference.max() < far
-
-    x, y, _ = regression.load()
-    inclusion, coefficient = mean_field_optimum(x, y, metrics["noise_scale"], RATE, SCALE)
-    # The gates are not quite binary, and the last steps still have Monte Carlo noise.
-    np.testing.assert_allclose(svi["inclusion"], inclusion, atol=0.03)
-    np.testing.assert_allclose(svi["coefficient"], coefficient, atol=0.01)

@@ -113,11 +113,8 @@ OUTPUTS = {
         Net(lambda net, x: x[:, -1:] + net.f(x.flatten(1)).view(-1, 4, 3), f=two(9, 12)),
         (2, 3, 3),
     ),
-    "bounded": (Net(lambda net, x: torch.tanh(x + net.f(x)), f=convs(3, 3)), (2, 3, 6, 6)),
     "mask": (Net(lambda net, x: x * net.f(x).sigmoid(), f=convs(3, 3)), (2, 3, 6, 6)),
     "several": (Net(lambda net, x: {"sum": x + net.f(x), "parts": (x * net.g(x),)}, f=two(6, 6), g=two(6, 6)), (2, 6)),
-    "side by side": (Net(lambda net, x: torch.cat([x + net.f(x), x * net.g(x)], 1), f=two(6, 6), g=two(6, 6)), (2, 6)),
-    "scaled": (Net(lambda net, x: x + net.s * net.f(x), f=two(6, 6), s=nn.Parameter(torch.ones(6))), (2, 6)),
     "turned": (Net(lambda net, x: (x + net.f(x.mT).mT).reshape(2, -1), f=two(6, 6)), (2, 6, 4)),
     "some of its units": (
         Net(lambda net, x: (lambda h: (h[:, :3] + x, h[:, 3:].sum(1)))(net.f(x)), f=two(3, 6)),

@@ -19,6 +19,10 @@ def digits(number=640):
     return images, torch.tensor(data.target[:number])
 
 
+X, Y = digits(320)
+BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
+
+
 def digit_batches(number=640, size=64, **options):
     """A loader that shuffles them."""
     return DataLoader(TensorDataset(*digits(number)), size, shuffle=True, **options)

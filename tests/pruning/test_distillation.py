@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.pruning.phases import BatchLoss, Distillation
-from tests.pruning.networks import Mlp, digits, prune_with
+from tests.pruning.networks import BATCHES, Mlp, X, Y, prune_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
-X, Y = digits(320)
-BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 
 def divergence(logits, taught, targets, temperature=2.0):

@@ -13,11 +13,9 @@ from pyro_l0.pruning import latency
 from pyro_l0.pruning.latency import Latency, measure_latency, microseconds
 from pyro_l0.pruning.result import notes_on_latency
 from tests.processes import in_two
-from tests.pruning.networks import Mlp, ResidualCnn, VisionTransformer, digits
+from tests.pruning.networks import BATCHES, Mlp, ResidualCnn, VisionTransformer, X
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
-X, Y = digits(320)
-BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 
 def flops(runs, device, *_):

@@ -7,11 +7,9 @@ from torch import nn
 
 from pyro_l0.nn import Gate, gate_heads, insert_gates
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step
-from tests.pruning.networks import Mlp, ResidualCnn, VisionTransformer, digits, prune_with, stopping
+from tests.pruning.networks import BATCHES, Mlp, ResidualCnn, VisionTransformer, X, prune_with, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
-X, Y = digits(320)
-BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 
 def run(network=None, budget=0.4, stop=None, epochs=2, **options):

@@ -16,10 +16,9 @@ from pyro_l0.nn import Gate, L0Gate
 from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import BatchLoss, FineTuning
-from tests.pruning.networks import Mlp, digits, prune_with, same
+from tests.pruning.networks import Mlp, X, Y, prune_with, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
-X, Y = digits(320)
 
 
 def pruned(network=None, data=None, loss=F.cross_entropy, budget=0.4, epochs=4, **options):

@@ -13,10 +13,7 @@ from pyro_l0.infer.target.sparsity_target import TargetReport
 from pyro_l0.nn import Gate, L0Gate
 from pyro_l0.pruning.result import notes_on
 from tests.networks import Net
-from tests.pruning.networks import Mlp, digits, prune_with
-
-X, Y = digits(320)
-BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
+from tests.pruning.networks import BATCHES, Mlp, X, Y, prune_with
 
 
 def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], budget=0.4, epochs=3, **options):

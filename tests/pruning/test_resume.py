@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digit_batches, digits, prune_with, same, stopping
+from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, X, Y, digit_batches, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
-X, Y = digits(320)
 
 
 def run(kind=Mlp, budget=0.4, seed=3, stop=None, path=None, resume=False, generator=False, **options):

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from pyro_l0.training.epochs import Stream
-from tests.pruning.networks import Mlp, StoppedError, digits, prune_with, same, stopping
+from tests.pruning.networks import Mlp, StoppedError, X, Y, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
-X, Y = digits(320)
 
 
 class Shuffled(IterableDataset):
