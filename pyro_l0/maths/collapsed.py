@@ -280,11 +280,6 @@ def _picked(x: Tensor, chain: slice) -> Tensor:
 
 def _by_chain(name: str, x: Tensor, width: int) -> Tensor:
     """A row for each chain, or one for all."""
-    if x.dim() > 2 or x.shape[-1:] not in ((), (1,), (width,)):
-        raise ValueError(
-            f"Expected {name} to be one number, one for each of {width} elements, or such a row for each chain, but "
-            f"got shape {tuple(x.shape)}."
-        )
     if not bool(((x > 0) & torch.isfinite(x)).all()):
         raise ValueError(f"Expected {name} to be positive and finite, but got {x.flatten()[:5].tolist()}.")
     return x.expand(x.shape[0] if x.dim() == 2 else 1, width)

@@ -35,11 +35,6 @@ class DenseQuadratic:
     """A quadratic log likelihood with a given A, symmetric and positive semidefinite, shape ``(p, p)``."""
 
     def __init__(self, matrix: Tensor, linear: Tensor) -> None:
-        if matrix.dim() != 2 or matrix.shape != linear.shape * 2:
-            raise ValueError(
-                f"Expected a matrix of shape (p, p) and a linear term of shape (p,), but got {tuple(matrix.shape)} "
-                f"and {tuple(linear.shape)}."
-            )
         self.matrix, self.linear, self.diagonal = matrix, linear, matrix.diagonal()
 
     def rows(self, index: Tensor) -> Tensor:
@@ -58,11 +53,6 @@ class DesignQuadratic:
     """
 
     def __init__(self, design: Tensor, linear: Tensor) -> None:
-        if design.dim() != 2 or design.shape[1:] != linear.shape:
-            raise ValueError(
-                f"Expected a design of shape (n, p) and a linear term of shape (p,), but got {tuple(design.shape)} and "
-                f"{tuple(linear.shape)}."
-            )
         self.linear = linear
         self._columns = design.T.contiguous()
         self.diagonal = self._columns.square() @ design.new_ones(1).expand(len(design))

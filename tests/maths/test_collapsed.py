@@ -8,7 +8,7 @@ import torch
 import pyro_l0.maths.collapsed
 import pyro_l0.maths.second_order
 from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.second_order import DenseQuadratic, DesignQuadratic
+from pyro_l0.maths.second_order import DenseQuadratic
 from tests.maths.spike_and_slab import Regression, prior, seeded, vectors, with_each
 
 REGRESSIONS = {
@@ -157,11 +157,5 @@ def test_refusals():
         CollapsedQuadratic(dense, 0.0)
     with pytest.raises(ValueError, match=r"Expected factor to be positive and finite, but got .*nan"):
         CollapsedQuadratic(dense, 1.0, factor=torch.tensor([math.nan]))
-    with pytest.raises(ValueError, match=r"Expected scale to be one number, .* got shape \(5,\)"):
-        CollapsedQuadratic(dense, torch.ones(5))
     with pytest.raises(ValueError, match=r"index of a gate for each of 6 elements, .* got shape \(5,\)"):
         CollapsedQuadratic(dense, 1.0, gate_of=torch.zeros(5, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"matrix of shape \(p, p\) .* got \(2, 2\) and \(3,\)"):
-        DenseQuadratic(torch.eye(2), torch.ones(3))
-    with pytest.raises(ValueError, match=r"design of shape \(n, p\) .* got \(4, 2\) and \(3,\)"):
-        DesignQuadratic(torch.ones(4, 2), torch.ones(3))
