@@ -219,13 +219,13 @@ class L0Gate(GateLayer):
         return out
 
     def _value(self, in_block: bool) -> tuple[Tensor, bool]:
-        """A value of each gate: of the network's call, or an own one; and whether the graph behind it must keep it."""
+        """The value of the network's call, or an own one, and whether the graph behind the gate must keep it."""
         drawn, is_backward = self.drawn, in_block and torch._C._current_graph_task_id() != -1
         if drawn is not None and drawn.with_grad == torch.is_grad_enabled():
             if in_block:
                 values = _in_blocks.setdefault(self, WeakValueDictionary())
                 state = _random_state(drawn.value)
-                # If the whole call runs again, its first value stays, which lasts as long as its graph.
+                # If a block around the network runs again, the value of its first run stays, whose graph lasts longer.
                 values[state] = values.get(state, drawn.value) if is_backward else drawn.value
             return drawn.value, in_block
         kept = _in_blocks.get(self) if is_backward and has_top_hooks() else None
@@ -261,14 +261,14 @@ class L0Gate(GateLayer):
 
 
 class Drawn(NamedTuple):
-    """What a gate is worth in a call of its network."""
+    """A gate's value in a call of its network."""
 
     value: Tensor
     with_grad: bool  # whether it was drawn with a graph
     by: nn.Module  # the network
 
 
-# By gate and random state, what it was worth in a checkpointed block, for as long as a graph may run the block again.
+# By gate and random state, its value in a checkpointed block, for as long as a graph may run the block again.
 _in_blocks: WeakKeyDictionary[L0Gate, WeakValueDictionary[bytes, Tensor]] = WeakKeyDictionary()
 
 
@@ -280,7 +280,7 @@ def _random_state(like: Tensor) -> bytes:
 
 
 def draw(gates: Sequence[L0Gate]) -> Sequence[Tensor]:
-    """A draw of each gate, in one operation where they are of one kind; in several processes the same where wanted."""
+    """A draw of each gate, in one operation if they are of one kind; the same in all processes if ``sync_draws``."""
     each = [gate.distribution for gate in gates]
     if not (gates[0].sync_draws and _processes() > 1):
         return _sample(each)
@@ -301,7 +301,7 @@ def _sample(each: Sequence[GateDistribution]) -> Sequence[Tensor]:
 
 
 class _CallHook:
-    """Draws the gates of a network once for each of its calls.
+    """Draws the gates of a network once for each of its calls, unless it is compiled.
 
     Pickles contain the handles, so that after loading torch gives their numbers to no other hook.
     """
@@ -313,7 +313,7 @@ class _CallHook:
         ]
 
     def __call__(self, network: nn.Module, args: object) -> None:
-        """Draw, but for the compiler, which calls each gate by itself."""
+        """Draw."""
         if torch.compiler.is_compiling():
             return
         gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x._parameters]
@@ -325,7 +325,7 @@ class _CallHook:
                 gate.drawn = Drawn(value, torch.is_grad_enabled(), network)
 
     def forget(self, network: nn.Module, args: object, output: object) -> None:
-        """End the call."""
+        """Let gates draw by themselves again."""
         for gate in network.modules():
             if isinstance(gate, L0Gate) and gate.drawn is not None and gate.drawn.by is network:
                 gate.drawn = None
