@@ -18,10 +18,10 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.engine.analysis import Analysis, analyse
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
-from pyro_l0.nn.engine.formulas import TRUE, Cases, Clause, Formulas
 from pyro_l0.nn.engine.maps import Axis, Index, Maps
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
 from pyro_l0.nn.engine.record import Example, Recording
+from pyro_l0.nn.engine.statements import TRUE, Clause, NormalForms, TruthTables
 from pyro_l0.nn.fixed import check_value
 from pyro_l0.nn.gate import gate_names
 
@@ -49,8 +49,8 @@ class Expectations:
     literals; this is exact where no gate is in two of them. Gates are numbered through in the order of ``sizes``.
     """
 
-    def __init__(self, formulas: Formulas, sizes: Mapping[str, int]) -> None:
-        self._formulas, self._sizes = formulas, sizes
+    def __init__(self, statements: NormalForms, sizes: Mapping[str, int]) -> None:
+        self._statements, self._sizes = statements, sizes
         starts = itertools.accumulate(sizes.values(), initial=0)
         self._sites = {(start, size): site for start, (site, size) in zip(starts, sizes.items(), strict=False)}
         self._numbers: dict[tuple[tuple[int, int], ...], int] = {}
@@ -67,21 +67,21 @@ class Expectations:
 
     @cached_property
     def _compiled(self) -> tuple[_Circuit, list[_Sum]]:
-        circuit = _Circuit(self._formulas, sum(self._sizes.values()))
+        circuit = _Circuit(self._statements, sum(self._sizes.values()))
         plain = [self._plain_sum(statements) for statements in self._numbers]
         for statements, one in zip(self._numbers, plain, strict=True):
             if one is None:
-                for formula, _ in statements:
-                    circuit.add(formula)
+                for statement, _ in statements:
+                    circuit.add(statement)
         circuit.arrange()
         return circuit, [
-            one or _sum_of_nodes([circuit.place(formula) for formula, _ in statements], [n for _, n in statements])
+            one or _sum_of_nodes([circuit.place(statement) for statement, _ in statements], [n for _, n in statements])
             for statements, one in zip(self._numbers, plain, strict=True)
         ]
 
     def _plain_sum(self, statements: Sequence[tuple[int, int]]) -> _Sum | None:
         """A sum over all gates of a site, or the probability that one of them is open; None if it is neither."""
-        clauses = [self._formulas.clauses(formula) for formula, _ in statements]
+        clauses = [self._statements.clauses(statement) for statement, _ in statements]
         times = {count for _, count in statements}
         if len(times) > 1 or any(len(found) != 1 for found in clauses):
             return None
@@ -122,20 +122,20 @@ def _sum_of_nodes(nodes: list[int], counts: list[int]) -> _Sum:
 class _Circuit:
     """Probabilities of statements, computed level by level: gates, what is made of them, what is made of that."""
 
-    def __init__(self, formulas: Formulas, gates: int) -> None:
-        self._formulas, self._gates = formulas, gates
+    def __init__(self, statements: NormalForms, gates: int) -> None:
+        self._statements, self._gates = statements, gates
         self._nodes: dict[tuple[bool, tuple[int, ...]], int] = {}  # all or some of which nodes; gates come first
         self._levels: dict[int, int] = {}
-        self._of_formula: dict[int, int] = {}
+        self._of_statement: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._steps: list[tuple[bool, PerDevice]] = []
 
-    def add(self, formula: int) -> int:
+    def add(self, statement: int) -> int:
         """Announce a statement; return its node."""
-        if formula not in self._of_formula:
-            clauses = [self._node(False, map(self._literal, x)) for x in self._formulas.clauses(formula)]
-            self._of_formula[formula] = self._node(True, clauses)
-        return self._of_formula[formula]
+        if statement not in self._of_statement:
+            clauses = [self._node(False, map(self._literal, x)) for x in self._statements.clauses(statement)]
+            self._of_statement[statement] = self._node(True, clauses)
+        return self._of_statement[statement]
 
     def arrange(self) -> None:
         """Find a place for every node, behind those of the gates and the numbers 0 and 1."""
@@ -152,9 +152,9 @@ class _Circuit:
             self._steps.append((is_all, PerDevice(torch.tensor(rows))))
             place += len(nodes)
 
-    def place(self, formula: int) -> int:
+    def place(self, statement: int) -> int:
         """Where the probability of a statement stands."""
-        return self._place(self._of_formula[formula])
+        return self._place(self._of_statement[statement])
 
     def __call__(self, probs: Sequence[Tensor]) -> Tensor:
         """All probabilities."""
@@ -169,7 +169,7 @@ class _Circuit:
         return self._places.get(node, node)
 
     def _literal(self, literal: int) -> int:
-        return literal if literal < self._gates else self.add(self._formulas.statements[literal - self._gates])
+        return literal if literal < self._gates else self.add(self._statements.of_literals[literal - self._gates])
 
     def _node(self, is_all: bool, parts: Iterable[int]) -> int:
         given = tuple(parts)
@@ -278,7 +278,7 @@ class ClosedUnits:
             lines.setdefault((site, where, _why(analyses[unit % 2], site, unit, behind)), []).append(unit)
         return Report(tuple(Stay(site, tuple(units), where, why) for (site, where, why), units in lines.items()))
 
-    def _cases(self, maps: Maps) -> Cases:
+    def _cases(self, maps: Maps) -> TruthTables:
         """No gate is closed; each unit alone; each with the gates on the same unit."""
         starts = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
         units, together = maps.slots.units(), dict[int, set[int]]()
@@ -287,7 +287,7 @@ class ClosedUnits:
             for unit, one in enumerate(common):
                 together.setdefault(one, set()).add(starts[site] + unit)
         alone = [{starts[site] + unit} for site, unit in self._units]
-        return Cases([set(), *alone, *(together[same[site][unit]] for site, unit in self._units)])
+        return TruthTables([set(), *alone, *(together[same[site][unit]] for site, unit in self._units)])
 
     def _left(self, products: Iterable[Iterable[Axis]]) -> Index:
         """By case, a sum over products of numbers of entries that stay."""
@@ -296,7 +296,7 @@ class ClosedUnits:
         for axes in products:
             for axis in axes:
                 if axis.block not in sizes:
-                    sizes[axis.block] = self._dependencies.formulas.count(self._dependencies.kept(axis))
+                    sizes[axis.block] = self._dependencies.statements.count(self._dependencies.kept(axis))
             total += math.prod(sizes[axis.block] for axis in axes)
         return total
 
@@ -309,7 +309,7 @@ class ClosedUnits:
         for case, (site, unit) in enumerate(self._units, 1 + len(self._units)):
             call = calls[site]
             front, behind = (
-                self._dependencies.formulas.holds(int(self._dependencies.kept(axis)[unit]), case)
+                self._dependencies.statements.holds(int(self._dependencies.kept(axis)[unit]), case)
                 for axis in (call.front, call.behind)
             )
             if front or (behind and not call.is_whole):
@@ -394,7 +394,7 @@ class NetworkCost:
     def __init__(self, network: nn.Module, example: Example) -> None:
         self._recording = record_called(network, example)
         self.sizes = {name: gate.size for name, gate in gate_names(network).items()}
-        self._dependencies = find_dependencies(self._recording, lambda _: Formulas([*self.sizes.values()]))
+        self._dependencies = find_dependencies(self._recording, lambda _: NormalForms([*self.sizes.values()]))
         maps = self._dependencies.maps
         self._weights = _Count(self._dependencies, _weights(maps), 1)
         self._macs = _Count(self._dependencies, _multiply_adds(maps), _examples(self._recording))
@@ -486,7 +486,7 @@ class _Count:
     """
 
     def __init__(
-        self, dependencies: Dependencies[Formulas], products: Iterable[Iterable[Axis]], per: int, more: int = 0
+        self, dependencies: Dependencies[NormalForms], products: Iterable[Iterable[Axis]], per: int, more: int = 0
     ) -> None:
         self._dependencies = dependencies
         self._products = [list(axes) for axes in products]
@@ -509,7 +509,7 @@ class _Count:
     @cached_property
     def _compiled(self) -> tuple[Expectations, dict[tuple[int, ...], float], float]:
         """Sums of probabilities, the terms (by the numbers of a term's sums, how often it counts), and a constant."""
-        expectations = Expectations(self._dependencies.formulas, self._dependencies.sizes)
+        expectations = Expectations(self._dependencies.statements, self._dependencies.sizes)
         times: dict[tuple[int, ...], float] = {}
         for axes in self._products:
             count, sums = self._term(axes, expectations)
@@ -528,27 +528,27 @@ class _Count:
                 factor *= histogram.get(TRUE, 0)
             else:
                 sums.append(histogram)
-        formulas = self._dependencies.formulas
+        statements = self._dependencies.statements
         for clause in shared:  # once, and not at all where one of the sums is zero without it
             if not any(self._is_implied(clause, histogram) for histogram in sums):
-                sums.append({formulas.number([clause]): 1})
+                sums.append({statements.number([clause]): 1})
         return factor, tuple(sorted(expectations.add(histogram) for histogram in sums))
 
     def _is_implied(self, clause: Clause, histogram: Mapping[int, int]) -> bool:
-        clauses = self._dependencies.formulas.clauses
-        return all(any(other <= clause for other in clauses(formula)) for formula in histogram)
+        clauses = self._dependencies.statements.clauses
+        return all(any(other <= clause for other in clauses(statement)) for statement in histogram)
 
     def _split(self, axis: Axis) -> tuple[dict[int, int], tuple[Clause, ...]]:
         """How many entries stay if a statement holds, for each statement, and what all of them have in common."""
         key = id(self._dependencies.units[axis.block])
         if key not in self._histograms:
-            formulas = self._dependencies.formulas
+            statements = self._dependencies.statements
             found, counts = np.unique(self._dependencies.kept(axis), return_counts=True)
-            clauses = [formulas.clauses(formula) for formula in found.tolist()]
+            clauses = [statements.clauses(statement) for statement in found.tolist()]
             common = tuple(clause for clause in clauses[0] if all(clause in other for other in clauses[1:]))
             histogram: dict[int, int] = {}
             for each, count in zip(clauses, counts.tolist(), strict=True):
-                rest = formulas.number([clause for clause in each if clause not in common])
+                rest = statements.number([clause for clause in each if clause not in common])
                 histogram[rest] = histogram.get(rest, 0) + count
             self._histograms[key] = histogram, common
         return self._histograms[key]

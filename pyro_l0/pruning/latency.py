@@ -18,7 +18,7 @@ from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.cost import Expectations, PerDevice
 from pyro_l0.nn.engine import Example, Operation, Value, calls_of
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
+from pyro_l0.nn.engine.statements import FALSE, TRUE, NormalForms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.training.processes import rank, share_value
 
@@ -58,7 +58,7 @@ class Latency:
     def __init__(self, network: nn.Module, example: Example, measured: Mapping[str, float] | None = None) -> None:
         recording = record_called(network, example)
         dependencies = find_dependencies(
-            recording, lambda _: Formulas([gate.size for gate in gate_names(network).values()])
+            recording, lambda _: NormalForms([gate.size for gate in gate_names(network).values()])
         )
         self.measured = dict(measured or {"gates": float(sum(dependencies.sizes.values()))})
         self._network, self._example = network, example
@@ -79,7 +79,7 @@ class Latency:
                 "Expected a network that takes less time with fewer units, but no operation that depends on its gates "
                 "can be timed; take another cost, such as macs."
             )
-        self._expectations = Expectations(dependencies.formulas, dependencies.sizes)
+        self._expectations = Expectations(dependencies.statements, dependencies.sizes)
         self._tables = [self._table(f"group {i}", *group) for i, group in enumerate(groups.items())]
         sums, first = np.unique([float(self._sum(gates)) for gates in parts.values()], return_index=True)
         times = np.array([self.measured[name] for name in parts])[first]
@@ -134,7 +134,7 @@ class Latency:
 class _Work:
     """An operation that can be run with fewer of the ``units`` whose kinds its tensors have."""
 
-    def __init__(self, operation: Operation, dependencies: Dependencies[Formulas]) -> None:
+    def __init__(self, operation: Operation, dependencies: Dependencies[NormalForms]) -> None:
         self._operation = operation
         self._dims: dict[Value, list[tuple[int, Units, int]]] = {value: [] for value in operation.inputs}
         for value, dims in self._dims.items():

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn.engine import rules
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas, Needs
 from pyro_l0.nn.engine.maps import (
     CONSTANT,
     VARIES,
@@ -33,12 +32,13 @@ from pyro_l0.nn.engine.maps import (
 )
 from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
 from pyro_l0.nn.engine.sizes import Comparison, Dimension, Holder, Source
+from pyro_l0.nn.engine.statements import FALSE, TRUE, Needs, NormalForms
 from pyro_l0.nn.gate import gate_names
 
 _NETWORK_INPUT, _NETWORK_OUTPUT = "network input", "network output"
 _IN_A_PRODUCT = "its dimension is a product of others, such as heads and features, and none of them can leave"
 _LAST = "the last of its dimension"
-_GIVEN = Formulas([])  # of given gates: all statements are true or false
+_GIVEN = NormalForms([])  # of given gates: all statements are true or false
 
 
 class Solution:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from pyro_l0.nn.engine.analysis import analyse, settle_constants
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Needs, Statements
 from pyro_l0.nn.engine.maps import VARIES, ZERO, Axis, Index, Link, Maps, Mask, Read, Reshape
 from pyro_l0.nn.engine.record import Operation, Recording, Value
+from pyro_l0.nn.engine.statements import FALSE, TRUE, Needs, Statements
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Dependencies", "Presence", "find_dependencies"]
@@ -29,8 +29,8 @@ class Presence:
     is; what is not zero with all gates closed (``closed``) never is.
     """
 
-    def __init__(self, formulas: Statements, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:
-        self.formulas, self.gates, self.maps = formulas, gates, opened
+    def __init__(self, statements: Statements, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:
+        self.statements, self.gates, self.maps = statements, gates, opened
         self._to_bias = {layer.read for layer in opened.constant_inputs}
         at_least = {
             axis: other
@@ -48,7 +48,7 @@ class Presence:
     def whole(self, value: Value) -> Index:
         """The statements that a tensor is not zero as a whole, and that it varies, shape ``(2, 1)``."""
         known = [self.known[axis] for axis in self.maps.dims(value)]
-        return np.array([[self.formulas.every(self.formulas.some_of(x[row]) for x in known)] for row in (0, 1)])
+        return np.array([[self.statements.every(self.statements.some_of(x[row]) for x in known)] for row in (0, 1)])
 
     def passes(self, operation: Operation, link: Link) -> Index:
         """The statements that the entries of a link are not multiplied by zero."""
@@ -63,7 +63,7 @@ class Presence:
                 continue
             is_same = value.rank + behind >= 0 and axes[behind].size == link.target.size
             known = self.known[axes[behind]] if is_same else self.whole(value)
-            total = self.formulas.both_each(total, known[NONZERO])
+            total = self.statements.both_each(total, known[NONZERO])
         return total
 
     def reads(self, read: Read, closed: Mask | None) -> Index:
@@ -73,7 +73,7 @@ class Presence:
             return entries
         for number, axis in enumerate(read.axes):
             row = VARYING if number == 0 and read in self._to_bias else NONZERO
-            entries = self.formulas.both_each(entries, self.known[axis][row])
+            entries = self.statements.both_each(entries, self.known[axis][row])
         return np.where(read.where, np.where(closed, TRUE, entries), FALSE)
 
     def _settle(self, operation: Operation, axis: Axis) -> None:
@@ -83,7 +83,7 @@ class Presence:
         if is_asked.any():
             found = self._follow(operation, axis)
             known[NONZERO] = np.where(is_asked[NONZERO], found[NONZERO], known[NONZERO])
-            found[VARYING] = self.formulas.both_each(found[VARYING], known[NONZERO])
+            found[VARYING] = self.statements.both_each(found[VARYING], known[NONZERO])
             known[VARYING] = np.where(is_asked[VARYING], found[VARYING], known[VARYING])
 
     def _follow(self, operation: Operation, axis: Axis) -> Index:
@@ -92,15 +92,15 @@ class Presence:
         links = [x for x in relations if isinstance(x, Link) and x.target is axis]
         if operation.name == "gate" and links and links[0].where is not None:
             gates = self.gates[str(operation.arguments["site"])]
-            return self.formulas.both_each(self.known[links[0].source], gates)
+            return self.statements.both_each(self.known[links[0].source], gates)
         for relation in relations:
             if isinstance(relation, Reshape) and axis in relation.targets:
                 return self._regroup(relation, axis)
             if isinstance(relation, Read) and relation.behind is axis:
                 groups = self.known[relation.axes[0]].reshape(2, relation.groups, -1)
-                found = self.formulas.some_of_each(groups).repeat(axis.size // relation.groups, axis=1)
+                found = self.statements.some_of_each(groups).repeat(axis.size // relation.groups, axis=1)
                 others = [x for x in operation.inputs if relation.axes[0] not in self.maps.axes[x]]
-                found[VARYING] = self.formulas.some_each(found[VARYING], self._together(operation, others)[VARYING])
+                found[VARYING] = self.statements.some_each(found[VARYING], self._together(operation, others)[VARYING])
                 return found
         if links:
             return self._links(operation, axis, links)
@@ -108,16 +108,16 @@ class Presence:
 
     def _regroup(self, relation: Reshape, axis: Axis) -> Index:
         known = [self.known.get(x, np.full((2, x.size), TRUE)) for x in relation.sources]
-        return np.stack([self.formulas.regroup([x[row] for x in known], relation.targets, axis) for row in (0, 1)])
+        return np.stack([self.statements.regroup([x[row] for x in known], relation.targets, axis) for row in (0, 1)])
 
     def _together(self, operation: Operation, inputs: Iterable[Value]) -> Index:
         """The statements of a result that depends on tensors as wholes, shape ``(2, 1)``."""
         wholes = {value: self.whole(value) for value in inputs}
-        total = np.array([[self.formulas.some(x[row, 0] for x in wholes.values())] for row in (0, 1)])
+        total = np.array([[self.statements.some(x[row, 0] for x in wholes.values())] for row in (0, 1)])
         product = factors(self.maps, operation)
         if product is not None:
-            nonzero = self.formulas.every(int(wholes[x][NONZERO, 0]) for x in product if x in wholes)
-            total[:, 0] = nonzero, self.formulas.both(nonzero, int(total[VARYING, 0]))
+            nonzero = self.statements.every(int(wholes[x][NONZERO, 0]) for x in product if x in wholes)
+            total[:, 0] = nonzero, self.statements.both(nonzero, int(total[VARYING, 0]))
         return total
 
     def _links(self, operation: Operation, axis: Axis, links: list[Link]) -> Index:
@@ -136,16 +136,16 @@ class Presence:
         for link in links:
             each = _spread(link, self.known[link.source])
             of_link = [x for x in linked if any(link.source is axis for axis in self.maps.axes[x])]
-            found = self.formulas.some_each(found, _without_indices(each, of_link))
+            found = self.statements.some_each(found, _without_indices(each, of_link))
         read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
         if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
-            found[VARYING] = self.formulas.some_of(found[VARYING])
+            found[VARYING] = self.statements.some_of(found[VARYING])
         product = factors(self.maps, operation)
         if product is not None:
             found[NONZERO] = TRUE
             for value in product:
                 each = linked[value] if value in linked else self.whole(value)
-                found[NONZERO] = self.formulas.both_each(found[NONZERO], each[NONZERO])
+                found[NONZERO] = self.statements.both_each(found[NONZERO], each[NONZERO])
         return found
 
 
@@ -187,7 +187,7 @@ def _spread(link: Link, entries: Index) -> Index:
 class Dependencies(Generic[Of]):
     """Answer of :func:`find_dependencies`."""
 
-    formulas: Of
+    statements: Of
     sizes: dict[str, int]  # by site, the number of its gates, which statements number through in this order
     maps: Maps  # with all gates open
     units: list[Index]  # of every entry, by block, where gates keep the units in front and behind apart
@@ -198,40 +198,40 @@ class Dependencies(Generic[Of]):
         return self.stays[self.units[axis.block]]
 
 
-def find_dependencies(recording: Recording, statements: Callable[[Maps], Of]) -> Dependencies[Of]:
+def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Dependencies[Of]:
     """Find what the entries of a network's tensors depend on, by the rules' answers for open and for closed gates.
 
     What is zero with all gates closed and not with all open depends on the gates that it comes from: a product on
     each of its factors, and all else on any of its inputs. What is not zero with all gates closed never is.
-    ``statements`` makes the kind of statements from what is known with all gates open.
+    ``make`` makes the statements from what is known with all gates open.
     """
     sizes = {site: gate.size for site, gate in gate_names(recording.network).items()}
     ones = {site: torch.ones(size) for site, size in sizes.items()}
     opened = analyse(recording, {}, ones).maps
     all_closed = analyse(recording, {site: torch.ones(size, dtype=torch.bool) for site, size in sizes.items()}, ones)
     _forget_what_was_kept(all_closed.maps)
-    formulas = statements(opened)
+    statements = make(opened)
     gates, number = dict[str, Index](), 0
     for site, size in sizes.items():
-        gates[site] = np.array([formulas.gate(number + unit) for unit in range(size)], dtype=np.int64)
+        gates[site] = np.array([statements.gate(number + unit) for unit in range(size)], dtype=np.int64)
         number += size
     units = all_closed.solution.units
-    kept = _Kept(formulas, units, len(all_closed.solution.stays))
-    presence = Presence(formulas, gates, opened, all_closed.maps)
+    kept = _Kept(statements, units, len(all_closed.solution.stays))
+    presence = Presence(statements, gates, opened, all_closed.maps)
     of_closed = {
         read: other
         for operation, relations in opened.relations.items()
         for read, other in zip(relations, all_closed.maps.relations[operation], strict=True)
         if isinstance(read, Read) and isinstance(other, Read)
     }
-    needs = Needs(opened, formulas, presence.passes, lambda read: presence.reads(read, of_closed[read].where))
+    needs = Needs(opened, statements, presence.passes, lambda read: presence.reads(read, of_closed[read].where))
     certain = [axis.block for call in recording.calls for x in (*call.inputs, *call.outputs) for axis in opened.axes[x]]
     for block in [*certain, *(block for block, _ in (*opened.pins, *all_closed.maps.pins))]:
         kept.add(units[block], np.full(len(units[block]), TRUE))
     for read, entries in needs.read.items():
         kept.add(units[read.axes[0].block], entries)
     kept.settle(opened, gates)
-    return Dependencies(formulas, sizes, opened, units, kept.stays)
+    return Dependencies(statements, sizes, opened, units, kept.stays)
 
 
 def _forget_what_was_kept(maps: Maps) -> None:
@@ -244,8 +244,8 @@ def _forget_what_was_kept(maps: Maps) -> None:
 class _Kept:
     """By unit, the statement that it stays, as far as it is known."""
 
-    def __init__(self, formulas: Statements, units: list[Index], count: int) -> None:
-        self.formulas, self.units = formulas, units
+    def __init__(self, statements: Statements, units: list[Index], count: int) -> None:
+        self.statements, self.units = statements, units
         self.stays: Index = np.full(count, FALSE)
         self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}
 
@@ -253,7 +253,7 @@ class _Kept:
         """Units stay if statements hold; return whether that is new for some."""
         new = np.flatnonzero((entries != FALSE) & (self.stays[units] != TRUE))
         pairs = zip(units[new].tolist(), entries[new].tolist(), strict=True)
-        return bool(np.any([self._raise(unit, formula) for unit, formula in pairs]))
+        return bool(np.any([self._raise(unit, statement) for unit, statement in pairs]))
 
     def settle(self, maps: Maps, gates: dict[str, Index]) -> None:
         """Open gates have one unit in front and behind, and an entry of a box stays iff all its factors do."""
@@ -266,12 +266,11 @@ class _Kept:
             for factors, flat in boxes:
                 is_changed |= self._fit(factors, flat)
 
-    def _raise(self, unit: int, formula: int) -> bool:
+    def _raise(self, unit: int, statement: int) -> bool:
         before = int(self.stays[unit])
-        after = self.formulas.some((before, formula))
-        if self.formulas.is_the_same(before, after):
+        if self.statements.implies(statement, before):
             return False
-        self.stays[unit] = after
+        self.stays[unit] = self.statements.some((before, statement))
         return True
 
     def _pass(self, gate: int, front: int, behind: int) -> bool:
@@ -279,8 +278,8 @@ class _Kept:
         known = int(self.stays[front]), int(self.stays[behind])
         if front == behind or self._seen.get((gate, front, behind)) == known:
             return False
-        is_changed = self._raise(front, self.formulas.both(gate, known[1]))
-        is_changed |= self._raise(behind, self.formulas.both(gate, int(self.stays[front])))
+        is_changed = self._raise(front, self.statements.both(gate, known[1]))
+        is_changed |= self._raise(behind, self.statements.both(gate, int(self.stays[front])))
         self._seen[gate, front, behind] = int(self.stays[front]), int(self.stays[behind])
         return is_changed
 
@@ -290,5 +289,5 @@ class _Kept:
         is_changed = False
         for dim, units in enumerate(factors):
             rows = np.moveaxis(entries, dim, 0).reshape(len(units), -1)
-            is_changed |= self.add(units, self.formulas.some_of_each(rows))
-        return self.add(flat, self.formulas.outer([self.stays[units] for units in factors]).ravel()) or is_changed
+            is_changed |= self.add(units, self.statements.some_of_each(rows))
+        return self.add(flat, self.statements.outer([self.stays[units] for units in factors]).ravel()) or is_changed

@@ -221,3 +221,25 @@ def test_square_norms_of_weights_that_are_computed_are_refused():
     )
     with pytest.raises(ValueError, match=r"units of gate 'gate' that are read by parameters, .* 'the network'"):
         square_norms(network, torch.ones(1, 3))
+
+
+class TwoReaders(nn.Module):
+    """Hidden units that are read twice: for forty gated units, and for one more behind the same gates."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.many, self.one = nn.Linear(3, 4), nn.Linear(4, 40), nn.Linear(4, 1)
+        self.gate, self.last = Gate(41), nn.Linear(41, 2)
+
+    def forward(self, x):
+        x = F.relu(self.enter(x))
+        return self.last(self.gate(torch.cat([self.many(x), self.one(x)], dim=-1)))
+
+
+def test_one_gate_more_in_a_long_disjunction_counts():
+    """The hidden units stay if any of 41 gates is open, the last one included."""
+    cost = NetworkCost(TwoReaders(), torch.randn(2, 3))
+    last = torch.zeros(41)
+    last[-1] = 1
+    assert cost.weights({"gate": last}).item() == 3 * 4 + 4 * 1 + 1 * 2
+    assert cost.weights({"gate": 1 - last}).item() == 3 * 4 + 4 * 40 + 40 * 2

@@ -7,31 +7,31 @@ import pytest
 import torch
 
 from pyro_l0.nn.cost import Expectations
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Cases, Formulas
+from pyro_l0.nn.engine.statements import FALSE, TRUE, NormalForms, TruthTables
 
 
-def random_statement(formulas, rng, depth):
+def random_statement(statements, rng, depth):
     """A statement and the same as a function of the gates, which shares no code with it."""
     if depth == 0:
         gate = int(rng.integers(5))
-        return formulas.gate(gate), lambda z: z[gate]
-    parts = [random_statement(formulas, rng, depth - 1) for _ in range(int(rng.integers(2, 4)))]
+        return statements.gate(gate), lambda z: z[gate]
+    parts = [random_statement(statements, rng, depth - 1) for _ in range(int(rng.integers(2, 4)))]
     numbers, functions = [number for number, _ in parts], [function for _, function in parts]
     if rng.random() < 0.5:
-        return formulas.every(numbers), lambda z: all(function(z) for function in functions)
-    return formulas.some(numbers), lambda z: any(function(z) for function in functions)
+        return statements.every(numbers), lambda z: all(function(z) for function in functions)
+    return statements.some(numbers), lambda z: any(function(z) for function in functions)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_statements_hold_where_they_should(seed):
     """For all gates that may be closed; and their probabilities at 0 and 1 are the same."""
     rng = np.random.default_rng(seed)
-    formulas = Formulas([2, 3])
-    statement, function = random_statement(formulas, rng, 3)
+    statements = NormalForms([2, 3])
+    statement, function = random_statement(statements, rng, 3)
     states = list(itertools.product((False, True), repeat=5))
-    cases = Cases([{gate for gate, is_open in enumerate(z) if not is_open} for z in states])
+    cases = TruthTables([{gate for gate, is_open in enumerate(z) if not is_open} for z in states])
     same, _ = random_statement(cases, np.random.default_rng(seed), 3)
-    expectations = Expectations(formulas, {"a": 2, "b": 3})
+    expectations = Expectations(statements, {"a": 2, "b": 3})
     number = expectations.add({statement: 2, TRUE: 1, FALSE: 5})
     assert cases.count(np.array([same, TRUE])).tolist() == [function(z) + 1 for z in states]
     for case, z in enumerate(states):
@@ -42,22 +42,22 @@ def test_statements_hold_where_they_should(seed):
 
 def test_what_follows_is_left_out():
     """One gate and that one of some is open; one of some pairs, beside one of the pairs."""
-    formulas = Formulas([4])
-    gates = [formulas.gate(gate) for gate in range(4)]
-    assert formulas.both(gates[0], formulas.some(gates)) == gates[0]
-    pairs = [formulas.both(gates[0], gates[1]), formulas.both(gates[2], gates[3])]
-    assert formulas.both(pairs[0], formulas.some(pairs)) == pairs[0]
-    assert formulas.some([pairs[0], TRUE]) == TRUE
-    assert formulas.both(pairs[0], FALSE) == FALSE
+    statements = NormalForms([4])
+    gates = [statements.gate(gate) for gate in range(4)]
+    assert statements.both(gates[0], statements.some(gates)) == gates[0]
+    pairs = [statements.both(gates[0], gates[1]), statements.both(gates[2], gates[3])]
+    assert statements.both(pairs[0], statements.some(pairs)) == pairs[0]
+    assert statements.some([pairs[0], TRUE]) == TRUE
+    assert statements.both(pairs[0], FALSE) == FALSE
 
 
 def test_probabilities_of_independent_gates():
     """One of two pairs: by hand, and all gates of a site by their sum."""
-    formulas = Formulas([4])
-    gates = [formulas.gate(gate) for gate in range(4)]
-    pairs = [formulas.both(gates[0], gates[1]), formulas.both(gates[2], gates[3])]
-    expectations = Expectations(formulas, {"a": 4})
-    numbers = [expectations.add({formulas.some(pairs): 1}), expectations.add(dict.fromkeys(gates, 3))]
+    statements = NormalForms([4])
+    gates = [statements.gate(gate) for gate in range(4)]
+    pairs = [statements.both(gates[0], gates[1]), statements.both(gates[2], gates[3])]
+    expectations = Expectations(statements, {"a": 4})
+    numbers = [expectations.add({statements.some(pairs): 1}), expectations.add(dict.fromkeys(gates, 3))]
     probs = torch.tensor([0.5, 0.4, 0.3, 0.2], dtype=torch.float64)
     values = expectations({"a": probs})
     assert values[numbers[0]].item() == pytest.approx(1 - (1 - 0.2) * (1 - 0.06))

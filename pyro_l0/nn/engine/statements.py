@@ -11,13 +11,12 @@ import numpy as np
 from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Read
 from pyro_l0.nn.engine.record import Operation, Value
 
-__all__ = ["FALSE", "TRUE", "Cases", "Clause", "Formulas", "Needs", "Statements"]
+__all__ = ["FALSE", "TRUE", "Clause", "Needs", "NormalForms", "Statements", "TruthTables"]
 
 
 Clause = frozenset[int]
 TRUE, FALSE = 0, 1
-_CASES = 64  # of each kind
-_ALL_CASES = (1 << 4 * _CASES) - 1
+_CASES = 2048
 
 
 class Statements(ABC):
@@ -35,16 +34,16 @@ class Statements(ABC):
         """That two statements hold."""
 
     @abstractmethod
-    def some(self, formulas: Iterable[int]) -> int:
+    def some(self, statements: Iterable[int]) -> int:
         """That one of several statements holds."""
 
     @abstractmethod
-    def is_the_same(self, one: int, other: int) -> bool:
-        """Whether two statements hold in the same cases, all or many of them."""
+    def implies(self, one: int, other: int) -> bool:
+        """Whether one statement holds in no case, of all or of many, in which the other does not."""
 
-    def every(self, formulas: Iterable[int]) -> int:
+    def every(self, statements: Iterable[int]) -> int:
         """That all of several statements hold."""
-        return reduce(self.both, formulas, TRUE)
+        return reduce(self.both, statements, TRUE)
 
     def both_each(self, one: Index, other: Index) -> Index:
         """Entry by entry, that two statements hold."""
@@ -71,11 +70,11 @@ class Statements(ABC):
         rows = np.moveaxis(flat, next(dim for dim, other in enumerate(axes) if other is axis), 0)
         return self.some_of_each(rows.reshape(axis.size, -1))
 
-    def some_of(self, formulas: Index) -> int:
+    def some_of(self, statements: Index) -> int:
         """That one of an array's statements holds."""
-        if formulas.max(initial=TRUE) <= FALSE:
-            return int(formulas.min(initial=FALSE))
-        return self.some(set(formulas.tolist()))
+        if statements.max(initial=TRUE) <= FALSE:
+            return int(statements.min(initial=FALSE))
+        return self.some(set(statements.tolist()))
 
     def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
         if one.shape != other.shape:
@@ -91,35 +90,38 @@ class Statements(ABC):
         return np.array(found, dtype=np.int64)[where].reshape(one.shape)
 
 
-class Formulas(Statements):
-    """Statements in clauses: all of them hold, and a clause holds if one of its literals does.
+class NormalForms(Statements):
+    """Statements in monotone conjunctive normal form: clauses that all hold, of literals of which one does.
 
-    A literal is a gate, which is open, or, numbered behind the gates, another statement.
+    A literal is an open gate or, numbered behind the gates, another statement: written out, a disjunction of long
+    conjunctions would have too many clauses. Absorption leaves out every clause that is seen to follow from another.
+    Statements of the same clauses have one number; whether others hold in the same cases, ``implies`` says.
+    ``sizes`` are the numbers of gates of each site.
 
     Example:
-        >>> formulas = Formulas([2])
-        >>> one, other = formulas.gate(0), formulas.gate(1)
-        >>> formulas.clauses(formulas.both(one, formulas.some([one, other])))  # the second follows from the first
+        >>> statements = NormalForms([2])
+        >>> one, other = statements.gate(0), statements.gate(1)
+        >>> statements.clauses(statements.both(one, statements.some([one, other])))  # the second follows from the first
         (frozenset({0}),)
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.statements: list[int] = []
+        self.of_literals: list[int] = []  # for which literals stand
         self._gates = sum(sizes)
-        self._literal_cases = _cases(sizes)
-        self._cases = [_ALL_CASES, 0]
         self._clauses: list[tuple[Clause, ...]] = [(), (frozenset(),)]
         self._numbers: dict[frozenset[Clause], int] = {frozenset(): TRUE, frozenset({frozenset()}): FALSE}
+        self._known: dict[Clause, Clause] = {}  # one object for equal clauses: comparing long ones takes long
         self._both: dict[tuple[int, int], int] = {}
         self._some: dict[frozenset[int], int] = {}
         self._literals: dict[int, int] = {}
         self._with_clause: dict[Clause, set[int]] = {}  # literals of statements that have it
-        self._known: dict[Clause, Clause] = {}  # one object for equal clauses: comparing long ones takes long
-        self._clause_cases: dict[Clause, int] = {}
+        self._gate_cases = _cases(sizes)
+        self._cases: dict[int, int] = {}  # by statement
+        self._implied: dict[Clause, tuple[set[Clause], set[Clause]]] = {}  # what was asked about a clause, and yes
 
-    def clauses(self, formula: int) -> tuple[Clause, ...]:
+    def clauses(self, statement: int) -> tuple[Clause, ...]:
         """The clauses of a statement, none of which follows from another."""
-        return self._clauses[formula]
+        return self._clauses[statement]
 
     def gate(self, gate: int) -> int:
         """That one gate is open."""
@@ -127,13 +129,13 @@ class Formulas(Statements):
 
     def number(self, clauses: Iterable[Clause]) -> int:
         """The statement that all of some clauses hold."""
-        given = dict.fromkeys(self._known.setdefault(clause, clause) for clause in clauses)
-        shortest = [self._known.setdefault(clause, clause) for clause in self._shortest(list(given))]
-        key = frozenset(shortest)
+        given = [self._known.setdefault(clause, clause) for clause in clauses]
+        key = frozenset(given)
         if key not in self._numbers:
-            self._numbers[key] = len(self._clauses)
-            self._clauses.append(tuple(shortest))
-            self._cases.append(reduce(int.__and__, map(self._cases_with, shortest), _ALL_CASES))
+            left = self._absorb(list(dict.fromkeys(given)))
+            self._numbers[key] = self._numbers.setdefault(frozenset(left), len(self._clauses))
+            if self._numbers[key] == len(self._clauses):
+                self._clauses.append(tuple(left))
         return self._numbers[key]
 
     def both(self, one: int, other: int) -> int:
@@ -145,9 +147,9 @@ class Formulas(Statements):
             self._both[key] = self.number([*self._clauses[one], *self._clauses[other]])
         return self._both[key]
 
-    def some(self, formulas: Iterable[int]) -> int:
+    def some(self, statements: Iterable[int]) -> int:
         """That one of several statements holds."""
-        given = frozenset(formulas) - {FALSE}
+        given = frozenset(statements) - {FALSE}
         if TRUE in given:
             return TRUE
         if len(given) < 2:
@@ -156,18 +158,21 @@ class Formulas(Statements):
             self._some[given] = self._disjunction([self._clauses[x] for x in sorted(given)])
         return self._some[given]
 
-    def is_the_same(self, one: int, other: int) -> bool:
-        """Whether two statements hold in the same ones of many cases, drawn at random."""
-        return self._cases[one] == self._cases[other]
+    def implies(self, one: int, other: int) -> bool:
+        """Whether one statement holds in none of many cases, drawn at random, in which the other does not."""
+        return not self._cases_with(one) & ~self._cases_with(other)
 
-    def _cases_with(self, clause: Clause) -> int:
-        """The cases in which a clause holds."""
-        if clause not in self._clause_cases:
-            some = 0
-            for literal in clause:
-                some |= self._literal_cases[literal]
-            self._clause_cases[clause] = some
-        return self._clause_cases[clause]
+    def _cases_with(self, statement: int) -> int:
+        """The cases in which a statement holds, a bit for each."""
+        if statement not in self._cases:
+            clauses = (reduce(int.__or__, map(self._cases_of, clause), 0) for clause in self._clauses[statement])
+            self._cases[statement] = reduce(int.__and__, clauses, (1 << _CASES) - 1)
+        return self._cases[statement]
+
+    def _cases_of(self, literal: int) -> int:
+        if literal < self._gates:
+            return self._gate_cases[literal]
+        return self._cases_with(self.of_literals[literal - self._gates])
 
     def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
         """One of several statements: what all have in common, and one of what else there is to each."""
@@ -178,30 +183,30 @@ class Formulas(Statements):
         joined = [rest[0] if len(rest) == 1 else frozenset({self._literal(self.number(rest))}) for rest in rests]
         return self.number([*common, frozenset[int]().union(*joined)])
 
-    def _literal(self, formula: int) -> int:
+    def _literal(self, statement: int) -> int:
         """The literal that stands for a statement."""
-        if formula not in self._literals:
-            literal = self._literals[formula] = self._gates + len(self.statements)
-            self.statements.append(formula)
-            self._literal_cases.append(self._cases[formula])
-            for clause in self._clauses[formula]:
+        if statement not in self._literals:
+            literal = self._literals[statement] = self._gates + len(self.of_literals)
+            self.of_literals.append(statement)
+            for clause in self._clauses[statement]:
                 self._with_clause.setdefault(clause, set()).add(literal)
-        return self._literals[formula]
+        return self._literals[statement]
 
-    def _shortest(self, clauses: list[Clause]) -> list[Clause]:
+    def _absorb(self, clauses: list[Clause]) -> list[Clause]:
         """The clauses from which the others follow, short ones first."""
         parts = [(other, literals) for other in clauses if (literals := self._with_clause.get(other))]
         wanted = set[int]().union(*(literals for _, literals in parts))
         reduced = [clause if clause.isdisjoint(wanted) else self._beside(clause, parts) for clause in clauses]
-        ordered = sorted({clause: None for clause in reduced if clause is not None}, key=len)
-        cases = [self._cases_with(clause) for clause in ordered]
-        kept: list[int] = []
-        for place, clause in enumerate(ordered):
-            others = [*kept, *range(place + 1, len(ordered))] if len(clause) > 1 else kept
-            failing = ~cases[place]  # a clause that holds in one of these does not imply this one
-            if not any(not cases[x] & failing and self._implies(ordered[x], clause) for x in others):
-                kept.append(place)
-        return [ordered[place] for place in kept]
+        unique = {self._known.setdefault(clause, clause): None for clause in reduced if clause is not None}
+        ordered = sorted(unique, key=len)
+        left = set(ordered)
+        kept = []
+        for clause in ordered:
+            left.discard(clause)
+            if not self._follows(clause, left):
+                kept.append(clause)
+                left.add(clause)
+        return kept
 
     def _beside(self, clause: Clause, parts: list[tuple[Clause, set[int]]]) -> Clause | None:
         """What a clause says beside others: its literals' statements without theirs; None if nothing.
@@ -225,7 +230,15 @@ class Formulas(Statements):
         return frozenset(left)
 
     def _of_literal(self, literal: int) -> tuple[Clause, ...]:
-        return self._clauses[self.statements[literal - self._gates]]
+        return self._clauses[self.of_literals[literal - self._gates]]
+
+    def _follows(self, clause: Clause, others: Set[Clause]) -> bool:
+        """Whether a clause follows from one of others."""
+        asked, implying = self._implied.setdefault(clause, (set(), set()))
+        new = others - asked
+        asked |= new
+        implying.update(other for other in new if self._implies(other, clause))
+        return not implying.isdisjoint(others)
 
     def _implies(self, one: Clause, other: Clause) -> bool:
         """Whether each literal of a clause is one of another clause, or stands for a statement that implies it."""
@@ -239,20 +252,23 @@ class Formulas(Statements):
 
 
 def _cases(sizes: Sequence[int]) -> list[int]:
-    """For each gate, in which cases it is open, a bit for each: few gates, half, most, or whole sites are open."""
+    """For each gate, in which cases it is open, a bit for each.
+
+    Of some sites, from few to most, few or no gates are open, of the others many.
+    """
     rng = np.random.default_rng(0)
-    shape = sum(sizes), _CASES
-    of_sites = np.repeat(rng.random((len(sizes), _CASES)) < 0.5, sizes, axis=0)
-    kinds = [rng.random(shape) < prob for prob in (0.1, 0.5, 0.9)]
-    bits = np.packbits(np.concatenate([*kinds, of_sites & (rng.random(shape) < 0.5)], axis=1), axis=1)
-    return [int.from_bytes(row.tobytes(), "big") for row in bits]
+    shape = len(sizes), _CASES
+    few = np.array(sizes)[:, np.newaxis] ** -rng.uniform(0, 1.5, shape)
+    shares = np.where(rng.random(shape) < rng.random(_CASES) ** 3, few, rng.uniform(0.3, 1, shape))
+    is_open = rng.random((sum(sizes), _CASES)) < np.repeat(shares, sizes, axis=0)
+    return [int.from_bytes(row.tobytes(), "big") for row in np.packbits(is_open, axis=1)]
 
 
-class Cases(Statements):
-    """Statements that are told apart by the cases in which they hold, in each of which some gates are closed.
+class TruthTables(Statements):
+    """Statements by the cases in which they hold. In each case some gates are closed.
 
     Example:
-        >>> cases = Cases([{0}, {1}, {0, 1}])
+        >>> cases = TruthTables([{0}, {1}, {0, 1}])
         >>> cases.count(np.array([cases.gate(0), cases.some([cases.gate(0), cases.gate(1)]), TRUE]))
         array([2, 3, 1])
     """
@@ -275,17 +291,17 @@ class Cases(Statements):
         """That two statements hold."""
         return self._number(self._cases[one] & self._cases[other])
 
-    def some(self, formulas: Iterable[int]) -> int:
+    def some(self, statements: Iterable[int]) -> int:
         """That one of several statements holds."""
-        return self._number(reduce(int.__or__, (self._cases[x] for x in formulas), 0))
+        return self._number(reduce(int.__or__, (self._cases[x] for x in statements), 0))
 
-    def is_the_same(self, one: int, other: int) -> bool:
-        """Whether two statements hold in the same cases."""
-        return one == other
+    def implies(self, one: int, other: int) -> bool:
+        """Whether one statement holds in no case in which the other does not."""
+        return not self._cases[one] & ~self._cases[other]
 
-    def holds(self, formula: int, case: int) -> bool:
+    def holds(self, statement: int, case: int) -> bool:
         """Whether a statement holds in a case."""
-        return bool(self._cases[formula] >> case & 1)
+        return bool(self._cases[statement] >> case & 1)
 
     def count(self, statements: Index) -> Index:
         """By case, how many of some statements hold."""
@@ -311,11 +327,11 @@ class Needs:
     def __init__(
         self,
         maps: Maps,
-        formulas: Statements,
+        statements: Statements,
         passes: Callable[[Operation, Link], Index],
         reads: Callable[[Read], Index],
     ) -> None:
-        self._maps, self._formulas = maps, formulas
+        self._maps, self._statements = maps, statements
         self._needed = {axis: np.full(axis.size, TRUE) for axis in maps.fixed_axes}
         self.running: dict[Operation, int] = {}
         self.read: dict[Read, Index] = {}
@@ -338,15 +354,16 @@ class Needs:
                 else:
                     targets = [self.of(axis, runs) for axis in relation.targets]
                     for axis in relation.sources:
-                        self._add(axis, formulas.regroup(targets, relation.sources, axis))
+                        self._add(axis, statements.regroup(targets, relation.sources, axis))
 
     def of(self, axis: Axis, runs: int = TRUE) -> Index:
         """The statements that an output's entries are needed, if its operation runs."""
         needed = self._needed[axis] if axis in self._needed else np.full(axis.size, FALSE)
-        return needed if runs == TRUE else self._formulas.both_each(needed, np.array([runs]))
+        return needed if runs == TRUE else self._statements.both_each(needed, np.array([runs]))
 
     def _add(self, axis: Axis, entries: Index) -> None:
-        self._needed[axis] = self._formulas.some_each(self._needed[axis], entries) if axis in self._needed else entries
+        before = self._needed.get(axis)
+        self._needed[axis] = entries if before is None else self._statements.some_each(before, entries)
 
     def _add_whole(self, values: Iterable[Value], statement: int) -> None:
         for axis in (axis for value in values for axis in self._maps.dims(value)):
@@ -354,8 +371,8 @@ class Needs:
 
     def _runs(self, operation: Operation) -> int:
         """The statement that the outputs depend on an operation."""
-        return self._formulas.some(
-            self._formulas.every(self._formulas.some_of(self.of(axis)) for axis in self._maps.dims(value))
+        return self._statements.some(
+            self._statements.every(self._statements.some_of(self.of(axis)) for axis in self._maps.dims(value))
             for value in operation.made
         )
 
@@ -365,7 +382,7 @@ class Needs:
         if link.target_entries is not None:
             needed = needed[link.target_entries]
         if where is not None:
-            needed = self._formulas.both_each(needed, where)
+            needed = self._statements.both_each(needed, where)
         if link.source_entries is None:
             return needed
         spread = np.full(link.source.size, FALSE)
@@ -375,6 +392,6 @@ class Needs:
     def _read(self, read: Read, entries: Index, runs: int) -> Index:
         """Entries are read if the operation runs, or if an entry of their group is needed behind it."""
         if read.behind is None:
-            return entries if runs == TRUE else self._formulas.both_each(entries, np.array([runs]))
-        groups = self._formulas.some_of_each(self.of(read.behind).reshape(read.groups, -1))
-        return self._formulas.both_each(entries, groups.repeat(len(entries) // read.groups))
+            return entries if runs == TRUE else self._statements.both_each(entries, np.array([runs]))
+        groups = self._statements.some_of_each(self.of(read.behind).reshape(read.groups, -1))
+        return self._statements.both_each(entries, groups.repeat(len(entries) // read.groups))
