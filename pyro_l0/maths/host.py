@@ -76,8 +76,9 @@ def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Res
         def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
             return cached(*args, **options)  # type: ignore[arg-type]
 
-        constant: Callable[_Args, _Result] = torch.compiler.assume_constant_result(call)
-        return constant
+        # What torch.compiler.assume_constant_result does, whose import of the compiler takes a second.
+        call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        return call
 
     return decorate
 

@@ -14,6 +14,7 @@ from pyro.infer.elbo import ELBOModule
 from pyro.poutine import runtime
 from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_l0.distributions.gate import GateDistribution
@@ -330,7 +331,7 @@ def _no_export(gate: Gate) -> RuntimeError:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # torch.compiler.disable imports the compiler at once
 def _path_on_stack(gate: Gate) -> str:
     """Path of a gate in the outermost module that is being called and contains it."""
     root = _root_on_stack(gate)
