@@ -110,16 +110,13 @@ def _dimensions_in_front(sites: Mapping[str, Site], samples: Mapping[str, Tensor
             f"{missing} are missing and {unknown} are not in the model. Pass the model with its reparameterisation; "
             "sites that a sampler sums out are drawn by pyro.infer.infer_discrete, and by sample_posterior."
         )
-    leads = set()
-    for name, x in samples.items():
-        shape = sites[name]["value"].shape
-        split = x.dim() - len(shape)
-        if split < 1 or x.shape[split:] != shape:
-            raise ValueError(
-                f"Expected samples of site {name!r} of shape {tuple(shape)} behind the draws' dimensions, but got "
-                f"{tuple(x.shape)}."
-            )
-        leads.add(x.shape[:split])
-    if len(leads) != 1:
-        raise ValueError(f"Expected as many draws of every site, but got {sorted(map(tuple, leads))}.")
+    splits = {name: x.dim() - sites[name]["value"].dim() for name, x in samples.items()}
+    leads = {x.shape[: splits[name]] for name, x in samples.items()}
+    are_right = all(x.shape[splits[name] :] == sites[name]["value"].shape for name, x in samples.items())
+    if len(leads) != 1 or min(splits.values()) < 1 or not are_right:
+        shapes = {name: (tuple(x.shape), tuple(sites[name]["value"].shape)) for name, x in samples.items()}
+        raise ValueError(
+            "Expected samples of the shape of their sites behind the same dimensions of draws, but got by site, beside "
+            f"the site's own shape: {shapes}."
+        )
     return leads.pop()

@@ -19,6 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_l0.distributions.gate import find_gate
+from pyro_l0.expect import expect
 from pyro_l0.infer.record import Record, Site, is_likelihood, sole_record
 from pyro_l0.infer.slabs import JointSample
 
@@ -66,8 +67,7 @@ def factor(name: str, log_factor: Tensor) -> None:
         >>> L0_ELBO("l0").loss(lambda: factor("y", torch.tensor(-2.5)), lambda: None)
         2.5
     """
-    if not isinstance(log_factor, Tensor):
-        raise TypeError(f"Expected log_factor to be a tensor, but got {type(log_factor).__name__}.")
+    expect(Tensor, "a tensor", log_factor=log_factor)
     fn = Unit(log_factor, validate_args=False)
     no_data = fn.sample()
     record = sole_record()
@@ -174,13 +174,11 @@ def record_run(
         seen = Trace()
         for name, site in record.sites.items():
             seen.add_node(name, **site)
-        error.add_note(seen.format_shapes())
-        if "found invalid values" not in str(error):  # of torch's validation, which names no site
-            raise
         # A guide of Pyro's runs the model at its first call.
         first = isinstance(program, AutoGuide) and program.prototype_trace is None
         what = "guide" if values is None and not first else "likelihood (nll) of the model"
-        raise ValueError(f"The {what} failed at step {step}: {error}") from error
+        error.add_note(f"The {what} failed at step {step}, after these sites.\n{seen.format_shapes()}")
+        raise
     if values is not None and not any(map(is_likelihood, record.sites.values())):
         refuse_without_likelihood(program, record.sites, returned, args, kwargs)
     return record
@@ -286,12 +284,14 @@ def over_particles(
 
             return torch.vmap(one, randomness="different")(tensors)
     except RuntimeError as error:
-        if "vmap" not in str(error) and "functorch" not in str(error):
-            raise
-        raise ValueError(
-            "Expected a model whose particles can be evaluated at once, but torch.vmap can't map it; set "
-            f"vectorize_particles=False, which runs it once for each particle: {error}"
-        ) from error
+        if _is_of_vmap(error):
+            error.add_note("Set vectorize_particles=False, which runs the model once for each particle.")
+        raise
+
+
+def _is_of_vmap(error: RuntimeError) -> bool:
+    """Whether ``torch.vmap`` can't map a function."""
+    return "vmap" in str(error) or "functorch" in str(error)
 
 
 def can_be_mapped(
@@ -301,8 +301,8 @@ def can_be_mapped(
     evaluate(run_guide())  # any other error is raised here
     try:
         over_particles(evaluate, run_guide, guide, 2, mapped=True)
-    except ValueError as error:
-        if "vectorize_particles" not in str(error):
+    except RuntimeError as error:
+        if not _is_of_vmap(error):
             raise
         warnings.warn(f"Particles are evaluated one by one, which takes longer. {error}", stacklevel=4)
         return False
@@ -317,7 +317,7 @@ def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             try:
                 return torch.vmap(function)(rows)
             except RuntimeError as error:
-                if "vmap" not in str(error):
+                if not _is_of_vmap(error):
                     raise
                 return torch.stack([function(row) for row in rows])
 

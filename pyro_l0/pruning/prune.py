@@ -228,7 +228,7 @@ class _Costs:
     def _is_within(self, counts: NetworkCost, latency: Cost | None, fraction: float) -> bool:
         costs = self.of(counts, latency)
         given = costs if isinstance(self.budget, Mapping) else costs["cost"]
-        budgets, _, _ = read_budgets(self.budget, given, {})
+        budgets, _, _ = read_budgets(self.budget, given)
         least = {site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}
         full = {site: torch.ones(size) for site, size in counts.sizes.items()}
         return all(

@@ -92,7 +92,7 @@ def test_a_trace_has_it():
 
 def test_other_than_a_tensor_is_refused():
     """By its kind."""
-    with pytest.raises(TypeError, match=r"Expected log_factor to be a tensor, but got float\."):
+    with pytest.raises(TypeError, match=r"Expected log_factor to be a tensor, but got .* float"):
         factor("y", 1.0)
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.estimators import Estimators
 from pyro_l0.infer.slabs import GateSite, fits
 
@@ -51,10 +52,7 @@ def check_numbers(kl_scale: float | Callable[[int], float], **coefficients: Coef
     numbers = coefficients if callable(kl_scale) else {**coefficients, "kl_scale": kl_scale}
     for name, value in numbers.items():
         for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
-            where = f"{name}[{key!r}]" if key else name
-            if isinstance(entry, bool):
-                raise TypeError(f"Expected {where} to be a number or a tensor, but got bool.")
-            _check_number(where, entry, is_one=where == "kl_scale")
+            _check_number(f"{name}[{key!r}]" if key else name, entry)
 
 
 def kl_scale_at(kl_scale: float | Callable[[int], float], step: int) -> float | Tensor:
@@ -63,19 +61,14 @@ def kl_scale_at(kl_scale: float | Callable[[int], float], step: int) -> float | 
         return kl_scale
     value: float | Tensor = kl_scale(step)
     if not isinstance(value, Tensor) or value.dim() or value.device.type == "cpu":
-        _check_number(f"kl_scale({step})", value, is_one=True)
+        _check_number(f"kl_scale({step})", value)
     return value
 
 
-def _check_number(where: str, value: object, is_one: bool) -> None:
-    """Refuse a value that is negative or not finite, or has a shape where one number is needed."""
-    if not isinstance(value, Real | Tensor):
-        raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(value).__name__}.")
-    if is_one and isinstance(value, Tensor) and value.dim():
-        raise ValueError(f"Expected {where} to be one number, but got a shape of {tuple(value.shape)}.")
-    if not (
-        torch.all((value >= 0) & (value < math.inf)) if isinstance(value, Tensor) else 0 <= float(value) < math.inf
-    ):
+def _check_number(where: str, value: float | Tensor) -> None:
+    expect(Real | Tensor, "a number or a tensor", **{where: value})
+    x = torch.as_tensor(value)
+    if not torch.all((x >= 0) & (x < math.inf)):
         raise ValueError(f"Expected {where} to be finite and not negative, but got {value}.")
 
 

@@ -119,7 +119,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         num_particles: draws per step.
         max_plate_nesting: as in Pyro, needed only for ``vectorize_particles``; guessed if not given.
         vectorize_particles: draw the particles in one run: in a plate, as in Pyro; with ``"leave_one_out"`` by
-            ``torch.vmap``, for which the model need not broadcast.
+            ``torch.vmap``, for which the model need not broadcast. Other estimators draw one by one.
         temper: factor in (0, 1] on the model's side of the log ratio in the gradient of ``"leave_one_out"`` for the
             gates; a number, or a function of the step. Let it rise to 1 over the first third of the training, and the
             gates do not settle before the slabs.
@@ -168,10 +168,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         extra_terms: Sequence[Term] = (),
     ) -> None:
         self.objective_terms = terms_of(objective, extra_terms)
-        expect(Mapping | None, "a dict by gate site", slab=slab, square_norm=square_norm)
+        expect(Mapping | None, "a dict by site", slab=slab, square_norm=square_norm)
+        expect(bool, "True or False", vectorize_particles=vectorize_particles)
         size = 1.0 if group_size is None else group_size
         check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
-        check_particles(num_particles, estimator, vectorize_particles, temper)
+        check_particles(num_particles, estimator, temper)
         check_slab(objective, slab, lam=lam, weight_decay=weight_decay)
         super().__init__(  # type: ignore[no-untyped-call]
             num_particles=num_particles,

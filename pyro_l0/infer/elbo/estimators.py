@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import find_gate
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect_count
 from pyro_l0.infer.record import Site
 
 EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
@@ -71,8 +71,6 @@ class Estimators:
         """
         if self.name == "score_function":
             return self._score_function(evaluate, gates, draws)
-        if self.name not in _ESTIMATORS:
-            raise ValueError(f"Expected an estimator of single particles, but got {self.name!r}. Use it by L0_ELBO.")
         found = [_ESTIMATORS[self.name](evaluate, gates) for _ in range(draws)]
         evaluations = [evaluation for each, _ in found for evaluation in each]
         return evaluations, reduce(operator.add, [surrogate / draws for _, surrogate in found])
@@ -171,22 +169,11 @@ def _cost_and_slope(evaluate: _Evaluate, values: _Values) -> tuple[Tensor, _Valu
     return cost.detach(), dict(zip(leaves, slopes, strict=True))
 
 
-def check_particles(
-    num_particles: object, estimator: EstimatorName | None, vectorize_particles: bool, temper: object
-) -> None:
-    """Refuse numbers of particles, estimators that do not go with them, and factors out of range."""
-    expect(bool, "True or False", vectorize_particles=vectorize_particles)
-    if isinstance(num_particles, bool) or not isinstance(num_particles, int) or num_particles < 1:
-        raise ValueError(f"Expected num_particles of at least 1, but got {num_particles!r}.")
+def check_particles(num_particles: object, estimator: EstimatorName | None, temper: object) -> None:
+    """Refuse numbers of particles, estimators and factors out of range."""
     if estimator is not None and estimator not in get_args(EstimatorName):
         raise ValueError(f"Expected estimator to be one of {get_args(EstimatorName)}, but got {estimator!r}.")
-    if estimator == "leave_one_out" and num_particles < 2:
-        raise ValueError(f"Expected num_particles of at least 2 for 'leave_one_out', but got {num_particles}.")
-    if estimator not in (None, "leave_one_out") and vectorize_particles:
-        raise ValueError(
-            f"Expected no vectorize_particles with an estimator such as {estimator!r}, which draws its own; "
-            "'leave_one_out' can."
-        )
+    expect_count(2 if estimator == "leave_one_out" else 1, num_particles=num_particles)
     if not callable(temper) and not (isinstance(temper, Real) and 0 < float(temper) <= 1):
         raise ValueError(f"Expected temper to be a number in (0, 1] or a function of the step, but got {temper!r}.")
 

@@ -106,23 +106,22 @@ def check_slabs(
 ) -> None:
     """Refuse slabs that are not latent weights of the model, and slabs whose gates are not gates."""
     for slab, switch in slabs.items():
-        gate = gate_site(switch)
-        if slab not in model or model[slab]["is_observed"] or model[slab]["type"] != "sample" or slab in gates:
-            raise ValueError(f"Expected slab to name latent weights of the model, but got {slab!r}.")
-        if gate not in gates:
+        is_latent = slab in model and _is_latent(model[slab]) and slab not in gates
+        if not is_latent or gate_site(switch) not in gates:
             raise ValueError(
-                f"Expected slab site {slab!r} to name its gate site, one of {sorted(gates)}, but got {gate!r}."
+                f"Expected slab to give the gate site, one of {sorted(gates)}, of latent weights of the model, but got "
+                f"{gate_site(switch)!r} of {slab!r}."
             )
     check_used(slabs, {name: gate.batch_shape for name, gate in gates.items()})
 
 
 def check_auxiliary(name: str, site: Site) -> None:
-    """Refuse a site of the guide alone, unless it is marked."""
-    if find_gate(site["fn"]) is not None:
-        raise ValueError(f"Gate site {name!r} of the guide is not in the model.")
-    if not (site["infer"].get("is_auxiliary") or site["is_observed"]):
+    """Refuse a site of the guide alone, unless it is marked; gates are refused in any case."""
+    is_gate = find_gate(site["fn"]) is not None
+    if is_gate or not (site["infer"].get("is_auxiliary") or site["is_observed"]):
         raise ValueError(
-            f"Site {name!r} of the guide is not in the model; mark it infer={{'is_auxiliary': True}} if that is meant."
+            f"{'Gate site' if is_gate else 'Site'} {name!r} of the guide is not in the model. Mark what is no gate by "
+            "infer={'is_auxiliary': True}, if that is meant."
         )
 
 

@@ -24,6 +24,7 @@ from pyro_l0.distributions.gate import (
     side_by_side,
     sum_open,
 )
+from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_names, check_shapes, is_zero
 from pyro_l0.infer.elbo.pairs import (
     FACTORISED,
@@ -141,28 +142,22 @@ def blocks_of(run: Run, options: Options) -> Iterator[Block]:
     model, joint_draws = run.model, run.joint_draws
     guide = own_densities(options.slab, model, run.guide)
     run = run._replace(guide=guide)
-    gates: dict[str, GateDistribution] = {}
-    for name, site in model.items():
-        if site["type"] != "sample" or site_is_subsample(site):
-            continue
-        if site["is_observed"]:
-            yield Block("observed", (name,), run)
-            continue
-        gate = check_pair(name, site, guide.get(name))
-        if gate is not None:
-            if options.estimator is None:
-                check_draws(name, gate)
-            gates[name] = gate
-        elif name not in options.slab:
-            yield Block("other", (name,), run)
-        elif (of := gate_site(options.slab[name])) in guide and of in model:
-            yield Block("slab", (name,), run)
-    for name, site in guide.items():
-        if site["type"] == "sample" and name not in model and not site_is_subsample(site):
-            check_auxiliary(name, site)
-            yield Block("other", (name,), run)
+    latent = {x: site for x, site in model.items() if _is_drawn(site) and not site["is_observed"]}
+    pairs = {name: check_pair(name, site, guide.get(name)) for name, site in latent.items()}
+    gates = {name: gate for name, gate in pairs.items() if gate is not None}
+    if options.estimator is None:
+        for name, gate in gates.items():
+            check_draws(name, gate)
     check_names(options, gates)
     check_slabs(options.slab, gates, model)
+    for name, site in model.items():
+        if _is_drawn(site) and name not in gates:
+            kind: Kind = "observed" if name not in latent else "slab" if name in options.slab else "other"
+            yield Block(kind, (name,), run)
+    for name, site in guide.items():
+        if _is_drawn(site) and name not in model:
+            check_auxiliary(name, site)
+            yield Block("other", (name,), run)
     groups: dict[int | str, list[str]] = {}
     for name in guide:
         if name in gates:
@@ -170,6 +165,10 @@ def blocks_of(run: Run, options: Options) -> Iterator[Block]:
     for names in groups.values():
         joint = joint_draws.get(names[0])
         yield Block("gates", names, run, joint if isinstance(joint, JointDraw) else None)
+
+
+def _is_drawn(site: Site) -> bool:
+    return site["type"] == "sample" and not site_is_subsample(site)
 
 
 _Objective = Any  # the Options; a user's function may ask for an L0_ELBO
@@ -277,12 +276,7 @@ def _gate_kl(block: Block, options: Options) -> Tensor:
         return torch.stack(ratios).sum()
     assert block.pair is not None
     posterior, prior = block.pair
-    kl = _registered_kl(posterior, prior)
-    if kl is None:
-        raise ValueError(
-            f"No KL is derived for gate site {block.name!r} with posterior {posterior} and prior {prior}; "
-            "sampling it would give a biased gradient."
-        )
+    kl = kl_divergence(posterior, prior)
     if kl.shape != posterior.batch_shape:
         raise ValueError(
             f"Expected a KL of shape {tuple(posterior.batch_shape)} at gate site {block.name!r}, but got "
@@ -321,10 +315,6 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
     torch broadcasts ``z * w``; one of size 1 is shared.
     """
     name, gates = block.name, Block("gates", (gate_site(options.slab[block.name]),), block.run)
-    if find_gate(gates.posterior["fn"]) is None:
-        raise ValueError(
-            f"Expected a gate at site {gates.name!r} for slab site {name!r}, but got {gates.posterior['fn']}."
-        )
     q, p = block.posterior["fn"], block.prior["fn"]
     if isinstance(q, Conditional):  # given its gates, and its prior where they are closed
         return _log_ratio(block)
@@ -380,13 +370,7 @@ def _kl_or_sample(name: str, q: Distribution, p: Distribution, value: Tensor) ->
     if kl is not None:
         return kl
     _check_pathwise(name, q)
-    try:
-        log_prior = p.log_prob(value)
-    except ValueError as error:
-        raise ValueError(
-            f"Expected a posterior at site {name!r} whose draws its prior {p} admits, but got {q}: {error}"
-        ) from error
-    return q.log_prob(value) - log_prior
+    return q.log_prob(value) - p.log_prob(value)
 
 
 def _check_pathwise(name: str, q: Distribution) -> None:
@@ -420,10 +404,11 @@ OBJECTIVES: dict[str, tuple[Term, ...]] = {
 def check_slab(objective: str, slab: Mapping[str, GateSite] | None, **prices: Coefficient) -> None:
     """Refuse slabs or prices for an objective without such terms, and no slabs for one that needs them."""
     terms = OBJECTIVES[objective]
-    if slab and SLAB_KL not in terms:
-        raise ValueError(f"Expected slab for objective='spike_slab' only, but got {slab!r} for {objective!r}.")
-    if not slab and SLAB_KL in terms:
-        raise ValueError(f"Expected slab={{'w': 'z', ...}} for objective={objective!r}, but got none.")
+    if bool(slab) != (SLAB_KL in terms):
+        raise ValueError(
+            f"Expected slab={{'w': 'z', ...}} for objective='spike_slab' and no other, but got {slab!r} for "
+            f"{objective!r}."
+        )
     for name, value in prices.items() if PRICE not in terms else ():
         if isinstance(value, Tensor | Mapping) or value != 0:
             raise ValueError(
@@ -439,8 +424,7 @@ def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
         raise ValueError(f"Expected objective {', '.join(others)} or {last}, but got {objective!r}.")
     names = [term.name for term in TERMS]
     for term in extra_terms:
-        if not isinstance(term, Term):
-            raise TypeError(f"Expected extra_terms to be pyro_l0.infer.elbo.terms.Term, but got {type(term).__name__}.")
+        expect(Term, "a pyro_l0.infer.elbo.terms.Term", **{"each of extra_terms": term})
         if term.kind not in get_args(Kind):
             raise ValueError(
                 f"Expected the kind of extra term {term.name!r} in {get_args(Kind)}, but got {term.kind!r}."
@@ -453,10 +437,10 @@ def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
 
 def _scalar(term: Term, block: Block, options: Options) -> Tensor | None:
     value = term.value(block, options)
-    if value is not None and not (isinstance(value, Tensor) and value.shape == ()):
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    shape = None if value is None else tuple(torch.as_tensor(value).shape)
+    if shape:
         raise ValueError(
-            f"Expected extra term {term.name!r} to be a tensor of shape () at site {block.name!r}, but got {got}; sum "
-            "it over the gates."
+            f"Expected extra term {term.name!r} to be a tensor of shape () at site {block.name!r}, but got shape "
+            f"{shape}. Sum it over the gates."
         )
     return value

@@ -25,31 +25,31 @@ _FIRST = 1e6  # added to the position of a gate that closes after all others
 
 
 def read_budgets(
-    budget: float | Sequence[float] | Mapping[str, float],
-    cost: Cost | Mapping[str, Cost] | None,
-    gates: Mapping[str, Tensor],
+    budget: float | Sequence[float] | Mapping[str, float], cost: Cost | Mapping[str, Cost] | None
 ) -> tuple[dict[str, float], dict[str, Cost | None], list[float]]:
     """What a user gave: final budgets by name, their costs (None: a site's open gates), and intermediate budgets."""
+    falling: list[float] = []
+    costs: object = cost
     if isinstance(budget, Mapping):
-        for name, value in budget.items():
-            check_rate(f"budget[{name!r}]", value, "a target")
-        if cost is None:
-            unknown = [name for name in budget if name not in gates]
-            if unknown:
-                raise ValueError(f"Expected a budget by gate site, one of {sorted(gates)}, but got {unknown[0]!r}.")
-            return dict(budget), dict.fromkeys(budget), []
-        if not isinstance(cost, Mapping) or cost.keys() != budget.keys():
-            names = sorted(cost) if isinstance(cost, Mapping) else "one cost without a name"
-            raise ValueError(f"Expected a cost for each budget of {sorted(budget)}, but got {names}.")
-        return dict(budget), dict(cost), []
-    budgets = list(budget) if isinstance(budget, Sequence) else [budget]
-    if not budgets or any(b >= a for a, b in itertools.pairwise(budgets)):
-        raise ValueError(f"Expected budgets that fall from one to the next, but got {budgets}.")
-    for value in budgets:
+        final = dict(budget)
+        costs = dict.fromkeys(budget) if cost is None else cost
+    else:
+        falling = list(budget) if isinstance(budget, Sequence) else [budget]
+        if not falling or any(b >= a for a, b in itertools.pairwise(falling)):
+            raise ValueError(f"Expected budgets that fall from one to the next, but got {falling}.")
+        final = {"cost": falling[-1]}
+        costs = {"cost": cost} if callable(cost) else cost
+    for name, value in final.items() if isinstance(budget, Mapping) else ():
+        check_rate(f"budget[{name!r}]", value, "a target")
+    for value in falling:
         check_rate("budget", value, "a target")
-    if cost is None or isinstance(cost, Mapping):
-        raise ValueError("Expected one cost with one budget for the network, or budgets by the names of several costs.")
-    return {"cost": budgets[-1]}, {"cost": cost}, budgets[:-1]
+    if not isinstance(costs, Mapping) or costs.keys() != final.keys():
+        given = sorted(costs) if isinstance(costs, Mapping) else "one without a name" if cost else "none"
+        raise ValueError(
+            f"Expected one cost with one budget for the network, or a cost for each of several, but got budgets of "
+            f"{sorted(final)} and costs {given}."
+        )
+    return final, dict(costs), falling[:-1]
 
 
 class BudgetTooSmallError(ValueError):

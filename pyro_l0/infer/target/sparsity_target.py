@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints, transform_to
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.guides.parameters import GateGuide, check_guide
 from pyro_l0.infer.target.budget import Budget, Cost, gates_within, read_budgets
 
@@ -76,8 +76,7 @@ class BudgetSchedule:
     """
 
     def __init__(self, steps: int, pretrained: bool) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < _LEAST_STEPS:
-            raise ValueError(f"Expected steps to be an integer of at least {_LEAST_STEPS}, but got {steps!r}.")
+        expect_count(_LEAST_STEPS, steps=steps)
         wait = int((_WARM_UP_PRETRAINED if pretrained else _WARM_UP) * steps)
         self.steps = steps
         self.start = max(wait, min(20, int(steps / 7.5)))
@@ -361,7 +360,7 @@ class SparsityTarget:
         expect(bool, "True or False", pretrained=pretrained)
         self.guide = guide
         gates = guide.test_gates()
-        budgets, costs, self._intermediate = read_budgets(budget, cost, gates)
+        budgets, costs, self._intermediate = read_budgets(budget, cost)
         self._schedule = BudgetSchedule(steps, pretrained)
         self.steps, self.start, self.settled = steps, self._schedule.start, self._schedule.settled
         self._budget = Budget(costs, budgets, gates, at_least, multiple_of)

@@ -114,11 +114,6 @@ def test_the_baseline_of_the_score_function_is_kept_for_a_resumed_run():
     assert found[0][1]["baseline"] is not None
 
 
-def test_leave_one_out_needs_whole_particles():
-    with pytest.raises(ValueError, match=r"single particles, but got 'leave_one_out'\. Use it by L0_ELBO"):
-        Estimators("leave_one_out")(lambda values: None, {}, 2)
-
-
 def test_straight_through_is_biased():
     """Its gradient for the gates is off by far more than its error; that of the weights is exact."""
     torch.manual_seed(83)

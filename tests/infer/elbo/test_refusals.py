@@ -120,7 +120,7 @@ def test_nan_in_the_first_step_of_a_guide(several):
         guide = AutoGate(model)
     x = X.clone()
     x[2, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"likelihood \(nll\) of the model failed at step 0: .*found invalid values"):
+    with pytest.raises(ValueError, match=r"found invalid values[^$]*likelihood \(nll\) of the model failed at step 0"):
         L0_ELBO("l0").differentiable_loss(model, guide, x, Y.float())
 
 
@@ -134,7 +134,7 @@ def test_nan_that_is_no_argument():
     elbo, guide = L0_ELBO("l0"), AutoGate(model)
     elbo.differentiable_loss(model, guide)
     x[2, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"likelihood \(nll\) of the model failed at step 1: .*found invalid values"):
+    with pytest.raises(ValueError, match=r"found invalid values[^$]*likelihood \(nll\) of the model failed at step 1"):
         elbo.differentiable_loss(model, guide)
 
 
@@ -259,5 +259,5 @@ def test_a_discrete_latent():
         L0_ELBO("l0").loss(model, guide)
     with pytest.raises(ValueError, match=r"posterior at latent site 'k'.*sum it out in the model"):
         L0_ELBO("l0").loss(model, lambda: [gates(), pyro.sample("k", dist.Categorical(torch.ones(3)))])
-    with pytest.raises(ValueError, match=r"latent site 'k' to be a gate or continuous.* Sum it out in the model"):
+    with pytest.raises(ValueError, match=r"site 'k' to have a continuous prior.* Sum it out in the model"):
         AutoGate(model)()

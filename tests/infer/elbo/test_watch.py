@@ -74,7 +74,7 @@ def test_nan_in_the_data_stops_the_step(name, where, validated):
         svi = started(OBJECTIVES[name]())
         with pytest.raises(ValueError, match="nll") as caught:
             svi.step(**data)
-    text = str(caught.value)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "step 2" in text
     assert "site 'y'" in text or "found invalid values" in text or name == "mapped"
 
@@ -96,8 +96,7 @@ def simple(guide_logits=0.0, prior_logits=0.0):
     [
         ({"kl_scale": lambda step: math.nan if step == 1 else 1.0}, (), r"kl_scale\(1\) to be finite.*got nan"),
         ({"kl_scale": lambda step: torch.tensor(math.inf * step)}, (), r"kl_scale\(\d\) to be finite"),
-        ({"kl_scale": lambda step: torch.ones(2)}, (), r"kl_scale\(0\) to be one number, but got a shape of \(2,\)"),
-        ({"kl_scale": lambda step: None}, (), r"kl_scale\(0\) to be a number or a tensor, but got NoneType"),
+        ({"kl_scale": lambda step: None}, (), r"kl_scale\(0\) to be a number or a tensor, but got .*NoneType"),
         ({}, (math.inf, 0.0), r"The loss is nan at step 0: nll is nan"),
         ({}, (0.0, math.inf), r"The loss is inf at step 0: kl_gate of site 'z' is inf"),
     ],
