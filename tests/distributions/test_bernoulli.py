@@ -20,6 +20,14 @@ def gate():
     return BernoulliGate(logits=LOGITS)
 
 
+def test_mode():
+    """As Pyro's Bernoulli distribution; gates with a density have none, as a mass and a density do not compare."""
+    logits = torch.tensor([-1.0, 0.0, 2.0])
+    torch.testing.assert_close(BernoulliGate(logits=logits).mode, dist.Bernoulli(logits=logits).mode, equal_nan=True)
+    with pytest.raises(NotImplementedError, match="does not implement mode"):
+        _ = HardConcrete(logits).mode
+
+
 def test_enumeration(gate):
     """Both values, and Pyro's enumeration sums them out exactly."""
     assert gate.enumerate_support().shape == (2, 3, 2)
