@@ -32,7 +32,7 @@ from pyro_l0.infer.guides.mean_field import (
 )
 from pyro_l0.infer.guides.parameters import Named, ReplacedByStore, share_with_pyro, warn_if_unmoved
 from pyro_l0.infer.record import Site, sole_record
-from pyro_l0.infer.runs import generators_kept
+from pyro_l0.infer.runs import Args, Kwargs, generators_kept
 from pyro_l0.maths.special import Number
 
 __all__ = ["AutoGate"]
@@ -274,21 +274,17 @@ class AutoGate(AutoGuide):
 
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         self._check_model()
-        model, elsewhere = self._model, DrawsElsewhere()
-        self._model = (self._replaced(elsewhere(self.model)),)
-        try:
-            super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self._model = model
-            # None until all is well: the next call raises the same error, and finds no half of a guide.
-            prototype = self.prototype_trace
-            self.prototype_trace = None
-        assert prototype is not None
+        prototype, draws_elsewhere = self._run_prototype(args, kwargs)
         sites: dict[str, Site] = dict(prototype.iter_stochastic_nodes())
         self._check_sites(sites)
-        trace = poutine.block(poutine.trace(poutine.block(self.model, self._prototype_hide_fn)).get_trace)
-        check_supports(sites, lambda: trace(*args, **kwargs))
-        inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
+
+        def run_again() -> Trace:
+            program = poutine.block(self.model, self._prototype_hide_fn)
+            found: Trace = poutine.block(poutine.trace(program).get_trace)(*args, **kwargs)
+            return found
+
+        check_supports(sites, run_again)
+        inherited = inherited_options(self.family, prototype, draws_elsewhere, run_again)
         found = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
         first = {name: posterior for name, posterior in found.items() if posterior is not None}
         modules = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
@@ -307,6 +303,20 @@ class AutoGate(AutoGuide):
         warn_if_unmoved(what, modules.parameters())
         with self._pyro_context:
             self._share_parameters()
+
+    def _run_prototype(self, args: Args, kwargs: Kwargs) -> tuple[Trace, bool]:
+        """A run of the model as Pyro's guides make it, and whether it draws other things than gates before a gate."""
+        model, elsewhere = self._model, DrawsElsewhere()
+        self._model = (self._replaced(elsewhere(self.model)),)
+        try:
+            super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self._model = model
+            # None until all is well: the next call raises the same error, and finds no half of a guide.
+            prototype = self.prototype_trace
+            self.prototype_trace = None
+        assert prototype is not None
+        return prototype, elsewhere.found
 
     def _check_model(self) -> None:
         """Refuse a guide without its model, which copies and files leave out."""
