@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -55,13 +54,8 @@ class GradientReport:
 
     @property
     def bias(self) -> Tensor:
-        """Mean minus the exact gradient, shape ``(n,)``; compare it with :attr:`standard_error`.
-
-        Raises:
-            ValueError: the exact gradient was not asked for.
-        """
-        if self.exact is None:
-            raise ValueError(f"Expected a report with the exact gradient, but {self.name!r} was measured without.")
+        """Mean minus the exact gradient, shape ``(n,)``; compare it with :attr:`standard_error`."""
+        assert self.exact is not None, "measure_gradient has to be called with exact=True"
         return self.mean - self.exact
 
     @property
@@ -148,9 +142,10 @@ def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: objec
         ValueError: there are more states, or the guide has latent variables other than gates.
     """
     expect(L0_ELBO, "an L0_ELBO", elbo=elbo)
-    expect(Integral, "a whole number", max_states=max_states)
     locations = _locations(guide)
-    record, gates = _gates_alone(guide, args)
+    with Record() as record:
+        guide(*args)
+    gates = {name: _gate(name, site["fn"]) for name, site in record.sites.items() if not site_is_subsample(site)}
     pairs = [pair for gate in gates.values() for pair in _points(gate)]
     values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
     states = math.prod(len(points) for points in values)
@@ -160,9 +155,7 @@ def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: objec
     with torch.no_grad():
         for state in itertools.product(*values):
             pieces = torch.stack(state).split([gate.batch_shape.numel() for gate in gates.values()])
-            drawn = {
-                name: piece.view(gate.batch_shape) for (name, gate), piece in zip(gates.items(), pieces, strict=True)
-            }
+            drawn = {name: x.view(gates[name].batch_shape) for name, x in zip(gates, pieces, strict=True)}
             costs.append(elbo.evaluate(model, record, drawn, args, {}).cost)
     joint = log_masses[0]
     for log_mass in log_masses[1:]:
@@ -173,19 +166,11 @@ def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: objec
     return _flat(torch.autograd.grad(expected, locations))
 
 
-def _gates_alone(guide: GateGuide, args: tuple[object, ...]) -> tuple[Record, dict[str, GateDistribution]]:
-    """A run of a guide, and its gates."""
-    with Record() as record:
-        guide(*args)
-    gates: dict[str, GateDistribution] = {}
-    for name, site in record.sites.items():
-        if site_is_subsample(site):
-            continue
-        gate = find_gate(site["fn"])
-        if gate is None:
-            raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
-        gates[name] = gate
-    return record, gates
+def _gate(name: str, distribution: object) -> GateDistribution:
+    gate = find_gate(distribution)
+    if gate is None:
+        raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {distribution}.")
+    return gate
 
 
 def pathwise_noise(gate: GateDistribution) -> Tensor:
@@ -209,10 +194,9 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
         >>> pathwise_noise(HardConcrete(torch.tensor(0.0, dtype=torch.float64)))
         tensor(1.6406, dtype=torch.float64)
     """
+    expect(GateDistribution, "a gate", gate=gate)
     if isinstance(gate, BernoulliGate):
-        raise TypeError("A BernoulliGate has no pathwise derivative.")
-    if not isinstance(gate, GateDistribution):
-        raise TypeError(f"Expected a gate, but got {gate!r}.")
+        raise TypeError("Expected a gate with a density, but a BernoulliGate has no pathwise derivative.")
     name = next(iter(gate.learned))
     location = getattr(gate, name).detach().requires_grad_()
     others = {key: getattr(gate, key).detach() for key in gate.learned if key != name}

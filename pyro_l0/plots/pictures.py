@@ -80,17 +80,6 @@ def save_figure(drawn: Axes | Figure | SubFigure | Sequence[Axes], path: Path | 
     plt.close(figure)
 
 
-def check_axes(*axes: object) -> None:
-    """Check what the caller gave as axes.
-
-    Raises:
-        TypeError: one is no axes of matplotlib.
-    """
-    for each in axes:
-        if not hasattr(each, "plot"):
-            raise TypeError(f"Expected axes of matplotlib, but got {each!r}.")
-
-
 def scale(axes: Axes, x: Literal["linear", "log"] = "linear", y: Literal["linear", "log"] = "linear") -> None:
     """Set the scales; logarithmic ones have plain numbers at their ticks."""
     axes.set(xscale=x, yscale=y)
@@ -166,20 +155,14 @@ def plot_curves(
     Returns:
         The axes.
 
-    Raises:
-        ValueError: there is no curve, or x and y have different shapes.
-
     Example:
         >>> axes = plot_curves({"train": [0.9, 0.4], "test": [1.0, 0.6]}, xlabel="epoch", ylabel="loss, nats")
         >>> [line.get_label() for line in axes.lines]
         ['train', 'test']
     """
-    if not curves:
-        raise ValueError("Expected at least one curve, but got none.")
     axes = figure_axes(figsize=(5.5, 3.6)) if axes is None else axes
-    check_axes(axes)
     for place, (name, values) in enumerate(curves.items()):
-        at, y = _points(name, values, x)
+        at, y = _points(values, x)
         style = series(place) | {"markevery": max(1, len(y) // 10), "label": name or None}
         if spreads is not None and name in spreads:
             axes.errorbar(at, y, as_array(spreads[name]), capsize=3, **style)
@@ -226,7 +209,6 @@ def plot_bars(
         [0.9, 0.2, 0.8, 0.3]
     """
     axes = figure_axes(figsize=(0.6 * len(names) + 2.5, 3.4)) if axes is None else axes
-    check_axes(axes)
     width = 0.8 / max(1, len(groups))
     for place, (name, values) in enumerate(groups.items()):
         heights = as_array(values)
@@ -245,17 +227,12 @@ def plot_bars(
     return axes
 
 
-def _points(name: str, values: ArrayLike, x: ArrayLike | None) -> tuple[Array, Array]:
+def _points(values: ArrayLike, x: ArrayLike | None) -> tuple[Array, Array]:
     """x and y of a curve."""
     found = as_array(values)
-    if found.ndim == 2 and len(found) == 2:
+    if found.ndim == 2:
         return found[0], found[1]
-    at = np.arange(1.0, 1.0 + found.size) if x is None else as_array(x)
-    if found.ndim != 1 or at.shape != found.shape:
-        raise ValueError(
-            f"Expected y of the shape of x, {at.shape}, or of shape (2, n), but {name!r} has {found.shape}."
-        )
-    return at, found
+    return np.arange(1.0, 1.0 + found.size) if x is None else as_array(x), found
 
 
 def plot_gates(
@@ -281,7 +258,7 @@ def plot_gates(
         The axes, whose title counts the gates that are not 0.
 
     Raises:
-        ValueError: a gate is outside of [0, 1], or the shape has another number of gates.
+        ValueError: there is no gate, or one is outside of [0, 1].
 
     Example:
         >>> import torch
@@ -293,10 +270,7 @@ def plot_gates(
         raise ValueError(f"Expected gates in [0, 1], but {name or 'the site'} has others or none.")
     if image is not None and shape is None:
         shape = as_array(image).shape
-    if shape is not None and (len(shape) != 2 or np.prod(shape) != values.size):
-        raise ValueError(f"Expected a shape (rows, columns) of {values.size} gates, but got {tuple(shape)}.")
     axes = figure_axes(figsize=(3.4, 3.2) if shape else (4.5, 3)) if axes is None else axes
-    check_axes(axes)
     opened = int((values != 0).sum())
     if shape is None:
         axes.bar(np.arange(1, values.size + 1), np.sort(values)[::-1], width=1.0, color=COLOURS[0])
@@ -325,9 +299,6 @@ def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None =
     Returns:
         The axes.
 
-    Raises:
-        ValueError: the gate has a batch shape.
-
     Example:
         >>> import torch
         >>> from pyro_l0 import HardConcrete
@@ -335,10 +306,7 @@ def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None =
         >>> [round(float(bar.get_height()), 3) for bar in axes.patches]
         [0.168, 0.168]
     """
-    if len(gate.batch_shape):
-        raise ValueError(f"Expected a gate of batch shape (), but got {tuple(gate.batch_shape)}.")
     axes = figure_axes(figsize=(4.5, 3)) if axes is None else axes
-    check_axes(axes)
     z = gate.log_prob_zero.new_tensor(np.linspace(0.002, 0.998, 400))
     axes.plot(z.numpy(), as_array(gate.log_prob(z).exp()), color=COLOURS[0], label="density")
     atoms = as_array(gate.log_prob_zero.exp()), as_array(gate.log_prob_one.exp())
@@ -380,13 +348,12 @@ def plot_inclusion(
         >>> [float(bar.get_width()) for bar in left.patches]
         [0.9, 0.2]
     """
-    probs = _probabilities(active_probs)
+    probs = as_array(active_probs)
+    if not ((probs >= 0) & (probs <= 1)).all():
+        raise ValueError(f"Expected active_probs in [0, 1], but got values from {probs.min()} to {probs.max()}.")
     low, high = _like(probs, lower=lower, upper=upper)
     labels = [str(i) for i in range(len(probs))] if names is None else [str(name) for name in names]
-    if len(labels) != len(probs):
-        raise ValueError(f"Expected a name for each of {len(probs)} features, but got {len(labels)}.")
     axes = figure_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True) if axes is None else axes
-    check_axes(*axes)
     left, right = axes
     rows = np.arange(len(probs))
     left.barh(rows, probs, color=COLOURS[0])
@@ -419,7 +386,7 @@ def plot_credible_sets(
         The axes.
 
     Raises:
-        ValueError: there is no set, a set is empty or names a feature that does not exist, or the matrix is not square.
+        ValueError: a set names a feature that does not exist.
 
     Example:
         >>> axes = plot_credible_sets(
@@ -429,21 +396,12 @@ def plot_credible_sets(
         ['a', 'b']
     """
     matrix = as_array(correlation)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(
-            f"Expected correlations of shape (p, p), but got {matrix.shape}; np.corrcoef(X, rowvar=False) makes them."
-        )
     members = [np.asarray(features) for features in sets]
-    if not members or any(not len(features) for features in members):
-        raise ValueError(f"Expected at least one credible set, of a feature or more, but got {len(members)} sets.")
-    if names is not None and len(names) != len(matrix):
-        raise ValueError(f"Expected a name for each of {len(matrix)} features, but got {len(names)}.")
     shown = np.concatenate(members).astype(int)
     if shown.min() < 0 or shown.max() >= len(matrix):
         raise ValueError(f"Expected numbers of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")
     side = 0.3 * len(shown) + 2
     axes = figure_axes(1, 1, figsize=(side + 1, side)) if axes is None else axes
-    check_axes(axes)
     image = axes.imshow(matrix[np.ix_(shown, shown)], vmin=-1, vmax=1, cmap="PuOr_r")
     axes.figure.colorbar(image, ax=axes, label="correlation")
     labels = [str(i) if names is None else str(names[i]) for i in shown]
@@ -460,15 +418,6 @@ def _frame(axes: Axes, start: int, size: int) -> None:
     """A square around some rows and columns of an image."""
     first, last = start - 0.5, start + size - 0.5
     axes.plot([first, last, last, first, first], [first, first, last, last, first], color="black", clip_on=False)
-
-
-def _probabilities(values: ArrayLike) -> Array:
-    found = as_array(values)
-    if found.ndim != 1 or not len(found):
-        raise ValueError(f"Expected active_probs of shape (p,), but got {found.shape}.")
-    if not ((found >= 0) & (found <= 1)).all():
-        raise ValueError(f"Expected active_probs in [0, 1], but got values from {found.min()} to {found.max()}.")
-    return found
 
 
 def _like(probs: Array, **others: ArrayLike) -> list[Array]:

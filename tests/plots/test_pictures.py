@@ -129,11 +129,7 @@ def test_names_lose_what_they_share(names, short):
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: plot_curves({}, xlabel="x", ylabel="y"), "at least one curve"),
-        (lambda: plot_curves({"a": [1, 2]}, [1, 2, 3], xlabel="x", ylabel="y"), r"'a' has \(2,\)"),
         (lambda: plot_gates([1.5], name="z"), r"in \[0, 1\], but z has"),
-        (lambda: plot_gates([1.0], shape=(2, 2)), "rows, columns.* of 1 gates"),
-        (lambda: plot_density(HardConcrete(torch.zeros(2))), r"batch shape \(\), but got \(2,\)"),
         (lambda: plot_bars({"a": [1.0]}, ["x", "y"], ylabel="y"), "Expected 2 heights of 'a'"),
     ],
 )

@@ -61,12 +61,7 @@ def test_credible_sets_over_correlations():
             r"lower of the shape of active_probs, .*got \(2,\)",
         ),
         (lambda: plot_inclusion([1.5], [0.0], [1.0]), r"active_probs in \[0, 1\]"),
-        (lambda: plot_inclusion([[0.5]], [0.0], [1.0]), r"active_probs of shape \(p,\), but got \(1, 1\)"),
-        (lambda: plot_inclusion([0.5], [0.0], [1.0], names=["a", "b"]), "a name for each of 1 features, but got 2"),
         (lambda: plot_credible_sets([[0, 4]], CORRELATION), "from 0 to 3"),
-        (lambda: plot_credible_sets([], CORRELATION), "at least one credible set"),
-        (lambda: plot_credible_sets([[0], []], CORRELATION), "of a feature or more"),
-        (lambda: plot_credible_sets([[0]], np.ones((5, 2))), r"shape \(p, p\), but got \(5, 2\)"),
     ],
 )
 def test_what_is_refused(draw, message):
