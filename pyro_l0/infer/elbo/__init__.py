@@ -1,1 +1,1 @@
-"""The objectives: terms over blocks of sites, and gradients through gates."""
+"""The objectives: terms over groups of sites, and gradients through gates."""

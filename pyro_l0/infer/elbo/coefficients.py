@@ -20,7 +20,7 @@ BySite = float | Tensor | dict[str, float | Tensor]
 
 
 class Options(Protocol):
-    """What blocks and terms read of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
+    """What groups of sites and terms read of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
 
     lam: BySite
     group_size: BySite

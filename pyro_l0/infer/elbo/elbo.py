@@ -26,7 +26,7 @@ from pyro_l0.infer.elbo.estimators import (
     leave_one_out,
 )
 from pyro_l0.infer.elbo.pairs import check_dependence
-from pyro_l0.infer.elbo.terms import TERMS, Kind, Run, Term, as_in_model, blocks_of, check_slab, terms_of
+from pyro_l0.infer.elbo.terms import TERMS, Kind, Run, Term, as_in_model, check_slab, site_groups, terms_of
 from pyro_l0.infer.record import Record
 from pyro_l0.infer.runs import (
     EVERY,
@@ -382,10 +382,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def _values(self, run: Run, apart: bool = False) -> Iterator[tuple[str, str, Tensor]]:
         """Terms, sites and values of one run, on request site by site."""
-        for block in blocks_of(run, self):
-            for term in self._by_kind[block.kind]:
-                whole = block.joint is None or (not apart and term.takes(block, self))
-                for part in (block,) if whole else block.apart:
+        for group in site_groups(run, self):
+            for term in self._by_kind[group.kind]:
+                whole = group.joint is None or (not apart and term.takes(group, self))
+                for part in (group,) if whole else group.apart:
                     value = term.value(part, self)
                     if value is not None:
                         yield term.name, part.name, value

@@ -57,7 +57,7 @@ def as_in_model(model: Mapping[str, Site], guide: Mapping[str, Site]) -> Mapping
     return {**guide, **{x: {**site, "scale": model[x]["scale"], "mask": model[x]["mask"]} for x, site in left.items()}}
 
 
-class Block:
+class SiteGroup:
     """Sites that a :class:`~pyro_l0.infer.elbo.terms.Term` takes at once: one, or gates of several drawn jointly.
 
     Args:
@@ -89,9 +89,9 @@ class Block:
         return self.run.guide[self.names[0]]
 
     @cached_property
-    def apart(self) -> list[Block]:
-        """The block's sites one by one."""
-        return [Block(self.kind, (name,), self.run) for name in self.names]
+    def apart(self) -> list[SiteGroup]:
+        """The group's sites one by one."""
+        return [SiteGroup(self.kind, (name,), self.run) for name in self.names]
 
     @cached_property
     def active_prob(self) -> Tensor:
@@ -137,8 +137,8 @@ class Block:
         return total
 
 
-def blocks_of(run: Run, options: Options) -> Iterator[Block]:
-    """The blocks of a run: sites of other kinds as they come, then the gates; refuses what does not fit."""
+def site_groups(run: Run, options: Options) -> Iterator[SiteGroup]:
+    """The groups of a run: sites of other kinds as they come, then the gates; refuses what does not fit."""
     model, joint_draws = run.model, run.joint_draws
     guide = own_densities(options.slab, model, run.guide)
     run = run._replace(guide=guide)
@@ -153,18 +153,18 @@ def blocks_of(run: Run, options: Options) -> Iterator[Block]:
     for name, site in model.items():
         if _is_drawn(site) and name not in gates:
             kind: Kind = "observed" if name not in latent else "slab" if name in options.slab else "other"
-            yield Block(kind, (name,), run)
+            yield SiteGroup(kind, (name,), run)
     for name, site in guide.items():
         if _is_drawn(site) and name not in model:
             check_auxiliary(name, site)
-            yield Block("other", (name,), run)
+            yield SiteGroup("other", (name,), run)
     groups: dict[int | str, list[str]] = {}
     for name in guide:
         if name in gates:
             groups.setdefault(id(joint_draws[name]) if name in joint_draws else name, []).append(name)
     for names in groups.values():
         joint = joint_draws.get(names[0])
-        yield Block("gates", names, run, joint if isinstance(joint, JointDraw) else None)
+        yield SiteGroup("gates", names, run, joint if isinstance(joint, JointDraw) else None)
 
 
 def _is_drawn(site: Site) -> bool:
@@ -179,77 +179,77 @@ class Term(NamedTuple):
 
     Attributes:
         name: its name in :meth:`L0_ELBO.terms <pyro_l0.infer.L0_ELBO.terms>`.
-        value: a function of a :class:`~pyro_l0.infer.elbo.terms.Block` and the objective that returns what the block
-            adds to the loss, in nats, shape ``()``; None for nothing.
+        value: a function of a :class:`~pyro_l0.infer.elbo.terms.SiteGroup` and the objective that returns what these
+            sites add to the loss, in nats, shape ``()``; None for nothing.
         kind: the kind of sites that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"``.
         is_kl: whether ``kl_scale`` scales it.
         uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator for binary gates.
-        takes: whether it takes a block of several sites at once; otherwise it gets them one by one.
+        takes: whether it takes a group of several sites at once; otherwise it gets them one by one.
 
     Example:
         >>> import pyro
         >>> from pyro_l0 import HardConcrete
         >>> from pyro_l0.infer import L0_ELBO, AutoGate
-        >>> few = Term("few", lambda block, elbo: (block.active_prob.sum() - 1) ** 2, "gates")
+        >>> few = Term("few", lambda group, elbo: (group.active_prob.sum() - 1) ** 2, "gates")
         >>> guide = AutoGate(lambda: pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1)), init_jitter=0.0)
         >>> round(L0_ELBO("l0", extra_terms=[few]).loss(guide.model, guide), 2)  # (3 * 0.9 - 1) ** 2
         2.89
     """
 
     name: str
-    value: Callable[[Block, _Objective], Tensor | None]
+    value: Callable[[SiteGroup, _Objective], Tensor | None]
     kind: Kind = "gates"
     is_kl: bool = False
     uses_draws: bool = False
-    takes: Callable[[Block, _Objective], bool] = lambda block, options: False
+    takes: Callable[[SiteGroup, _Objective], bool] = lambda group, options: False
 
 
 # ------------------------------------------------------------ gates
 
 
-def _coefficients(value: BySite, block: Block, options: Options) -> list[float | Tensor]:
-    """A coefficient of each of a block's sites; none where all are 0."""
-    found = [by_site(value, name) for name in block.names]
+def _coefficients(value: BySite, group: SiteGroup, options: Options) -> list[float | Tensor]:
+    """A coefficient of each of a group's sites; none where all are 0."""
+    found = [by_site(value, name) for name in group.names]
     if all(map(is_zero, found)):
         return []
-    if block.joint is None:
-        check_shapes(options, block.name, block.active_prob)
+    if group.joint is None:
+        check_shapes(options, group.name, group.active_prob)
     return found
 
 
-def _price(block: Block, options: Options) -> Tensor | None:
-    prices = _coefficients(options.lam, block, options)
-    if not prices:
+def _penalty(group: SiteGroup, options: Options) -> Tensor | None:
+    lams = _coefficients(options.lam, group, options)
+    if not lams:
         return None
-    sizes = [by_site(options.group_size, name, 1.0) for name in block.names]
-    return block.open_gates([price * size for price, size in zip(prices, sizes, strict=True)])
+    sizes = [by_site(options.group_size, name, 1.0) for name in group.names]
+    return group.open_gates([lam * size for lam, size in zip(lams, sizes, strict=True)])
 
 
-def _decay(block: Block, options: Options) -> Tensor | None:
-    decays = _coefficients(options.weight_decay, block, options)
+def _decay(group: SiteGroup, options: Options) -> Tensor | None:
+    decays = _coefficients(options.weight_decay, group, options)
     if not decays:
         return None
-    return block.open_gates([0.5 * decay for decay in decays], _square_norms(block, decays, options))
+    return group.open_gates([0.5 * decay for decay in decays], _square_norms(group, decays, options))
 
 
-def _are_numbers(block: Block, options: Options) -> bool:
-    """Whether the coefficients of a block's sites are numbers."""
+def _are_numbers(group: SiteGroup, options: Options) -> bool:
+    """Whether the coefficients of a group's sites are numbers."""
     values = (options.lam, options.group_size, options.weight_decay)
-    return not any(isinstance(by_site(value, name), Tensor) for value in values for name in block.names)
+    return not any(isinstance(by_site(value, name), Tensor) for value in values for name in group.names)
 
 
-def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Options) -> Tensor:
-    """Squared norms of the weights of a block's gates; 0 for sites without a decay."""
+def _square_norms(group: SiteGroup, decays: Sequence[float | Tensor], options: Options) -> Tensor:
+    """Squared norms of the weights of a group's gates; 0 for sites without a decay."""
     norms = options.square_norm
-    if block.joint is None:
-        return _square_norm(block.name, block.shapes[0], options)
+    if group.joint is None:
+        return _square_norm(group.name, group.shapes[0], options)
     together: Callable[[Sequence[str]], Tensor | None] | None = getattr(norms, "together", None)
-    if together is not None and all(decays) and norms.keys() >= set(block.names):
-        found = together(block.names)
+    if together is not None and all(decays) and norms.keys() >= set(group.names):
+        found = together(group.names)
         if found is not None:
             return found
-    sites = zip(block.names, block.shapes, decays, strict=True)
-    each = [_square_norm(name, x, options) if decay else block.active_prob.new_zeros(x) for name, x, decay in sites]
+    sites = zip(group.names, group.shapes, decays, strict=True)
+    each = [_square_norm(name, x, options) if decay else group.active_prob.new_zeros(x) for name, x, decay in sites]
     return torch.cat([norm.flatten() for norm in each])
 
 
@@ -268,71 +268,71 @@ def _square_norm(name: str, shape: torch.Size, options: Options) -> Tensor:
     return norm
 
 
-def _gate_kl(block: Block, options: Options) -> Tensor:
-    at_draws = block.run.at_draws or not options.at_draws.isdisjoint(block.names)
-    if at_draws and isinstance(find_gate(block.posterior["fn"]), BernoulliGate):
+def _gate_kl(group: SiteGroup, options: Options) -> Tensor:
+    at_draws = group.run.at_draws or not options.at_draws.isdisjoint(group.names)
+    if at_draws and isinstance(find_gate(group.posterior["fn"]), BernoulliGate):
         # The leave-one-out gradient has its share of the posterior's log probability, whose own has mean 0.
-        ratios = [_log_prob_sum(one.posterior).detach() - _log_prob_sum(one.prior) for one in block.apart]
+        ratios = [_log_prob_sum(one.posterior).detach() - _log_prob_sum(one.prior) for one in group.apart]
         return torch.stack(ratios).sum()
-    assert block.pair is not None
-    posterior, prior = block.pair
+    assert group.pair is not None
+    posterior, prior = group.pair
     kl = kl_divergence(posterior, prior)
     if kl.shape != posterior.batch_shape:
         raise ValueError(
-            f"Expected a KL of shape {tuple(posterior.batch_shape)} at gate site {block.name!r}, but got "
+            f"Expected a KL of shape {tuple(posterior.batch_shape)} at gate site {group.name!r}, but got "
             f"{tuple(kl.shape)}."
         )
-    return block.total(kl)
+    return group.total(kl)
 
 
 # ------------------------------------------------------------ other sites
 
 
-def _nll(block: Block, options: Options) -> Tensor:
+def _nll(group: SiteGroup, options: Options) -> Tensor:
     try:
-        return _log_prob_sum(block.prior, -1.0)
+        return _log_prob_sum(group.prior, -1.0)
     except ValueError as error:
-        raise ValueError(f"The nll of site {block.name!r} failed at step {options.step}: {error}") from error
+        raise ValueError(f"The nll of site {group.name!r} failed at step {options.step}: {error}") from error
 
 
-def _other_kl(block: Block, options: Options) -> Tensor:
+def _other_kl(group: SiteGroup, options: Options) -> Tensor:
     """KL of a latent variable that is neither gate nor slab; the log density of a site that only the guide has."""
-    if block.name not in block.run.model:
-        return _log_prob_sum(block.posterior)
-    q = block.posterior["fn"]
-    _check_pathwise(block.name, q)
+    if group.name not in group.run.model:
+        return _log_prob_sum(group.posterior)
+    q = group.posterior["fn"]
+    _check_pathwise(group.name, q)
     # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
-    at_draws = block.name in options.at_draws or isinstance(inside_events(q), Delta)
-    kl = None if at_draws else _registered_kl(q, block.prior["fn"])
-    return _log_ratio(block) if kl is None else block.total(kl)
+    at_draws = group.name in options.at_draws or isinstance(inside_events(q), Delta)
+    kl = None if at_draws else _registered_kl(q, group.prior["fn"])
+    return _log_ratio(group) if kl is None else group.total(kl)
 
 
-def _slab_kl(block: Block, options: Options) -> Tensor:
+def _slab_kl(group: SiteGroup, options: Options) -> Tensor:
     r"""The term :math:`\sum P(z \neq 0)\, KL(q(w) \| p(w))` of Eq. 20.
 
     Batch dimensions of gates and slab belong together. A gate without event dimensions switches a whole event: its KL
     is summed over the event first. Gates with event dimensions switch elements along the event's last dimensions, as
     torch broadcasts ``z * w``; one of size 1 is shared.
     """
-    name, gates = block.name, Block("gates", (gate_site(options.slab[block.name]),), block.run)
-    q, p = block.posterior["fn"], block.prior["fn"]
+    name, gates = group.name, SiteGroup("gates", (gate_site(options.slab[group.name]),), group.run)
+    q, p = group.posterior["fn"], group.prior["fn"]
     if isinstance(q, Conditional):  # given its gates, and its prior where they are closed
-        return _log_ratio(block)
+        return _log_ratio(group)
     # Elements have KLs of their own where both sides are products of them.
     inner, inner_prior = inside_events(q), inside_events(p)
     if inner.event_dim != inner_prior.event_dim:
         inner, inner_prior = q, p
     joint: int = inner.event_dim
-    aligned = alignment_of(name, options.slab[name], block.run.model, block.run.guide)
+    aligned = alignment_of(name, options.slab[name], group.run.model, group.run.guide)
     split = len(aligned.shape) - joint
     if any(size > 1 for size in aligned.shape[split:]):
         raise ValueError(
             f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, as {inner} has no KL for "
             f"each entry of {tuple(q.event_shape)}, but got gates of shape {aligned.shape}. {FACTORISED}."
         )
-    kl = _kl_or_sample(name, inner, inner_prior, block.posterior["value"])
+    kl = _kl_or_sample(name, inner, inner_prior, group.posterior["value"])
     active = aligned.of(gates.active_prob).reshape(aligned.shape[:split])
-    return block.total(sum_rightmost(kl * active, q.event_dim - joint))
+    return group.total(sum_rightmost(kl * active, q.event_dim - joint))
 
 
 def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
@@ -347,9 +347,9 @@ def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
 
 
-def _log_ratio(block: Block) -> Tensor:
+def _log_ratio(group: SiteGroup) -> Tensor:
     """log q - log p of a site at its draw."""
-    return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
+    return _log_prob_sum(group.posterior) - _log_prob_sum(group.prior)
 
 
 def _registered_kl(q: Distribution, p: Distribution) -> Tensor | None:
@@ -383,17 +383,17 @@ def _check_pathwise(name: str, q: Distribution) -> None:
 
 
 NLL = Term("nll", _nll, "observed", uses_draws=True)
-PRICE = Term("l0", _price, takes=_are_numbers)
+PENALTY = Term("l0", _penalty, takes=_are_numbers)
 DECAY = Term("l2", _decay, takes=_are_numbers)
-GATE_KL = Term("kl_gate", _gate_kl, is_kl=True, takes=lambda block, options: block.pair is not None)
+GATE_KL = Term("kl_gate", _gate_kl, is_kl=True, takes=lambda group, options: group.pair is not None)
 SLAB_KL = Term("kl_slab", _slab_kl, "slab", is_kl=True, uses_draws=True)
 OTHER_KL = Term("kl_other", _other_kl, "other", is_kl=True, uses_draws=True)
 
-TERMS = (NLL, PRICE, DECAY, GATE_KL, SLAB_KL, OTHER_KL)
+TERMS = (NLL, PENALTY, DECAY, GATE_KL, SLAB_KL, OTHER_KL)
 #: The terms of each objective, whose order is that of their sum.
 OBJECTIVES: dict[str, tuple[Term, ...]] = {
-    "l0": (NLL, OTHER_KL, PRICE, DECAY),
-    "free_energy": (NLL, OTHER_KL, PRICE, DECAY, GATE_KL),
+    "l0": (NLL, OTHER_KL, PENALTY, DECAY),
+    "free_energy": (NLL, OTHER_KL, PENALTY, DECAY, GATE_KL),
     "spike_slab": (NLL, OTHER_KL, SLAB_KL, GATE_KL),
 }
 
@@ -401,15 +401,15 @@ OBJECTIVES: dict[str, tuple[Term, ...]] = {
 # ------------------------------------------------------------ checks
 
 
-def check_slab(objective: str, slab: Mapping[str, GateSite] | None, **prices: Coefficient) -> None:
-    """Refuse slabs or prices for an objective without such terms, and no slabs for one that needs them."""
+def check_slab(objective: str, slab: Mapping[str, GateSite] | None, **penalties: Coefficient) -> None:
+    """Refuse slabs or penalties for an objective without such terms, and no slabs for one that needs them."""
     terms = OBJECTIVES[objective]
     if bool(slab) != (SLAB_KL in terms):
         raise ValueError(
             f"Expected slab={{'w': 'z', ...}} for objective='spike_slab' and no other, but got {slab!r} for "
             f"{objective!r}."
         )
-    for name, value in prices.items() if PRICE not in terms else ():
+    for name, value in penalties.items() if PENALTY not in terms else ():
         if isinstance(value, Tensor | Mapping) or value != 0:
             raise ValueError(
                 f"Expected no {name} for objective={objective!r}, whose slab KL is the price of a weight, "
@@ -435,12 +435,12 @@ def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
     return (*OBJECTIVES[objective], *(term._replace(value=partial(_scalar, term)) for term in extra_terms))
 
 
-def _scalar(term: Term, block: Block, options: Options) -> Tensor | None:
-    value = term.value(block, options)
+def _scalar(term: Term, group: SiteGroup, options: Options) -> Tensor | None:
+    value = term.value(group, options)
     shape = None if value is None else tuple(torch.as_tensor(value).shape)
     if shape:
         raise ValueError(
-            f"Expected extra term {term.name!r} to be a tensor of shape () at site {block.name!r}, but got shape "
+            f"Expected extra term {term.name!r} to be a tensor of shape () at site {group.name!r}, but got shape "
             f"{shape}. Sum it over the gates."
         )
     return value

@@ -18,7 +18,7 @@ Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _Chunk = tuple[int, ...]  # gates of a site that close and open as one; mostly a single gate
 _MINIMUM = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
 _ROUNDING = 1e-6
-_SURELY = 0.5  # of what a gate costs by its price; one that would not fit even so is not tried
+_SURELY = 0.5  # of what a gate costs by its coefficient; one that would not fit even so is not tried
 _HALVINGS = 25
 _BEFORE = 1e-3  # between positions
 _FIRST = 1e6  # added to the position of a gate that closes after all others
@@ -73,9 +73,9 @@ class Budget:
         multiple_of: Mapping[str, int] | None = None,
     ) -> None:
         self.sizes = {site: gate.numel() for site, gate in like.items()}
-        kept = _by_site("at_least", at_least, 0, self.sizes)
+        at_least = _by_site("at_least", at_least, 0, self.sizes)
         self.steps = dict.fromkeys(like, 1) | _by_site("multiple_of", multiple_of, 1, self.sizes)
-        self.least = {site: self._whole(site, max(kept.get(site, 0), int(n > 1))) for site, n in self.sizes.items()}
+        self.least = {site: self._whole(site, max(at_least.get(site, 0), int(n > 1))) for site, n in self.sizes.items()}
         self.names = list(costs)
         self._costs = [partial(_open_gates, name) if cost is None else cost for name, cost in costs.items()]
         self.sites = [name if cost is None else None for name, cost in costs.items()]
@@ -100,7 +100,7 @@ class Budget:
         """Costs over those of the full network, shape ``(k,)``, of P(z != 0) or of 0 and 1 by site."""
         return torch.stack([torch.as_tensor(cost(gates)).reshape(()) for cost in self._costs]).float() / self.total
 
-    def prices(self, active: Mapping[str, Tensor]) -> Tensor:
+    def coefficients(self, active: Mapping[str, Tensor]) -> Tensor:
         """Derivatives of the logs of the expected costs by P(z != 0), all sites side by side; shape ``(k, n)``."""
         with torch.inference_mode(False), torch.enable_grad():
             at = {site: gate.detach().clone().requires_grad_() for site, gate in active.items()}
@@ -124,11 +124,10 @@ class Budget:
             needed = {name: round(x, 4) for name, x in zip(self.names, smallest.tolist(), strict=True)}
             given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
             is_plain = max(self.least.values()) <= 1
-            kept = "the gates that at_least and multiple_of keep open meet"
-            least = "one open gate per site meets" if is_plain else kept
+            smallest_is = "one open gate per site" if is_plain else "the gates that at_least and multiple_of keep open"
             raise BudgetTooSmallError(
-                f"Expected a budget that {least}, which costs {needed} of the full network, but got {given}; give a "
-                "larger budget, or gates for more of the network."
+                f"Expected a budget that {smallest_is} meet, which cost {needed} of the full network, but got {given}. "
+                "Give a larger budget, or gates for more of the network."
             )
         found = dict.fromkeys(sizes, 0.0)
         for k, site in enumerate(self.sites):
@@ -147,7 +146,7 @@ def gates_within(
     limits: Tensor,
     positions: Tensor,
     is_open: Tensor,
-    prices: Tensor,
+    coefficients: Tensor,
     shapes: Mapping[str, torch.Size],
 ) -> Tensor:
     """Close the lowest gates until the limits hold, then open the highest that fit.
@@ -161,7 +160,7 @@ def gates_within(
         limits: on their fractions, shape ``(k,)``.
         positions: by which gates are ranked, all sites side by side, shape ``(n,)``.
         is_open: the gates that are open now, shape ``(n,)``.
-        prices: from :meth:`Budget.prices`, taken not long ago; from them follows where to search first.
+        coefficients: from :meth:`Budget.coefficients`, taken not long ago; from them follows where to search first.
         shapes: of the sites.
 
     Returns:
@@ -177,7 +176,7 @@ def gates_within(
         return budget.fraction({site: piece.view(shape) for (site, shape), piece in sites})
 
     # About what each open gate saves and each closed one costs; that of a chunk stands at its first gate.
-    saved = prices * fractions(gates).unsqueeze(1)
+    saved = coefficients * fractions(gates).unsqueeze(1)
     for chunk in chunks:
         if len(chunk) > 1:
             saved[:, chunk[0]] = saved[:, list(chunk)].sum(1)

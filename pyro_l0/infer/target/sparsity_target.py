@@ -124,7 +124,7 @@ class GatePositions:
 
     def __init__(self, guide: GateGuide) -> None:
         self._guide = guide
-        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # one number for a site, or one for each gate
+        self._cached: dict[str, tuple[Tensor, Tensor]] = {}  # one number for a site, or one for each gate
         for (site, gate), location in zip(guide.posterior().items(), guide.locations(), strict=True):
             name, constraint = next(iter(gate.learned.items()))
             now = location.detach()
@@ -147,7 +147,7 @@ class GatePositions:
 
     def follow(self) -> None:
         """Forget the closing points of gates with further parameters, which may have changed."""
-        self._kept = {site: kept for site, kept in self._kept.items() if not kept[0].dim()}
+        self._cached = {site: scale for site, scale in self._cached.items() if not scale[0].dim()}
 
     @torch.no_grad()
     def slopes(self) -> Tensor:
@@ -188,14 +188,14 @@ class GatePositions:
         """By site, the locations at which gates close, and the slope of the logit of P(z != 0) there."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for (site, gate), location in zip(self._guide.posterior().items(), self._guide.locations(), strict=True):
-            kept = self._kept.get(site)
+            scale = self._cached.get(site)
             is_one = len(gate.learned) == 1 and not any(isinstance(x, Tensor) for x in gate.fixed_options.values())
-            if kept is None or kept[0].device != location.device or kept[0].shape not in ((), location.shape):
-                kept = _scale(gate)
+            if scale is None or scale[0].device != location.device or scale[0].shape not in ((), location.shape):
+                scale = _scale(gate)
                 if is_one:  # nothing but the location differs from gate to gate
-                    kept = (kept[0].flatten()[0], kept[1].flatten()[0])
-                self._kept[site] = kept
-            found[site] = kept
+                    scale = (scale[0].flatten()[0], scale[1].flatten()[0])
+                self._cached[site] = scale
+            found[site] = scale
         return found
 
 
@@ -238,8 +238,8 @@ def _placed(gate: GateDistribution, location: Tensor) -> GateDistribution:
     """The gate in double precision with other locations, given on the real line."""
     (name, constraint), *others = gate.learned.items()
     value = location if constraint is constraints.real else transform_to(constraint)(location)
-    kept = {other: getattr(gate, other).detach().double() for other, _ in others}
-    return gate.apply_to_tensors(lambda x: x.detach().double()).with_learned(**{name: value}, **kept)
+    rest = {other: getattr(gate, other).detach().double() for other, _ in others}
+    return gate.apply_to_tensors(lambda x: x.detach().double()).with_learned(**{name: value}, **rest)
 
 
 OnBudget = Callable[[float, dict[str, Tensor]], None]
@@ -257,7 +257,7 @@ class TargetState(TypedDict):
     integral: Tensor
     of_loss: Tensor
     of_penalty: Tensor
-    prices: Tensor | None
+    coefficients: Tensor | None
 
 
 class SparsityTarget:
@@ -373,7 +373,7 @@ class SparsityTarget:
         self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.distance / LEAST_DISTANCE))
         self._of_loss = torch.zeros_like(self._integral)
         self._of_penalty = torch.zeros_like(self._integral)
-        self._prices: Tensor | None = None
+        self._coefficients: Tensor | None = None
         self._shares = torch.zeros(0)
 
     # ------------------------------------------------------------ state of a run
@@ -400,7 +400,7 @@ class SparsityTarget:
     @property
     def multiplier(self) -> Tensor:
         """The multiplier of each constraint in nats, shape ``(k,)``."""
-        # Where no gate has a price yet, both averages are 0.
+        # Where no gate has a coefficient yet, both averages are 0.
         return torch.sqrt(self._of_loss / self._of_penalty.clamp(min=1e-30)) * torch.exp(self._integral)
 
     @property
@@ -460,8 +460,8 @@ class SparsityTarget:
         if not locations:
             return
         grad = torch.cat([_grad(location).flatten() for location in locations]).float()
-        prices = self._prices_of(len(grad))
-        slopes = prices * self._positions.slopes()
+        coefficients = self._coefficients_of(len(grad))
+        slopes = coefficients * self._positions.slopes()
         self._of_loss.lerp_(self._shares @ grad.nan_to_num(0.0, 0.0, 0.0).square(), 1 - _MEMORY)
         self._of_penalty.lerp_((slopes.square() * self._shares).sum(1), 1 - _MEMORY)
         added = (self.multiplier @ slopes).split([location.numel() for location in locations])
@@ -491,7 +491,7 @@ class SparsityTarget:
         self._positions.follow()
         if self.step > self.start:  # where no gate has moved yet, none is better than another
             self._keep_to_curve()
-        self._take_prices()
+        self._take_coefficients()
 
     def _keep_to_curve(self) -> None:
         schedule, interval = self._schedule, self._schedule.interval
@@ -519,7 +519,7 @@ class SparsityTarget:
         positions, is_open = self._positions.read(), self._open()
         shapes = {site: gate.shape for site, gate in is_open.items()}
         now = torch.cat([gate.flatten() for gate in is_open.values()])
-        wanted = gates_within(self._budget, budget, positions, now, self._prices_of(len(now)), shapes) > 0
+        wanted = gates_within(self._budget, budget, positions, now, self._coefficients_of(len(now)), shapes) > 0
         # Until the end a gate can go back; those of the last check are decided.
         opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
         moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))
@@ -530,23 +530,23 @@ class SparsityTarget:
     def _open(self) -> dict[str, Tensor]:
         return {site: gate != 0 for site, gate in self.guide.test_gates().items()}
 
-    def _prices_of(self, number: int) -> Tensor:
-        """The prices at the last check; new ones if the number of gates has changed since."""
-        if self._prices is None or self._prices.shape[1] != number:
-            return self._take_prices()
-        return self._prices
+    def _coefficients_of(self, number: int) -> Tensor:
+        """The penalty coefficients at the last check; new ones if the number of gates has changed since."""
+        if self._coefficients is None or self._coefficients.shape[1] != number:
+            return self._take_coefficients()
+        return self._coefficients
 
-    def _take_prices(self) -> Tensor:
-        """Take the prices of units where the gates are now."""
+    def _take_coefficients(self) -> Tensor:
+        """Take the penalty coefficients of units where the gates are now."""
         active = {site: gate.active_prob.detach().float() for site, gate in self.guide.posterior().items()}
-        return self._put_prices(self._budget.prices(active))
+        return self._put_coefficients(self._budget.coefficients(active))
 
-    def _put_prices(self, prices: Tensor) -> Tensor:
-        """Keep prices, and the share of each gate in a mean over those that have one."""
-        priced = (prices != 0).float()
+    def _put_coefficients(self, coefficients: Tensor) -> Tensor:
+        """Keep coefficients, and the share of each gate in a mean over those that have one."""
+        priced = (coefficients != 0).float()
         self._shares = priced / priced.sum(1, keepdim=True).clamp(min=1)
-        self._prices = prices
-        return prices
+        self._coefficients = coefficients
+        return coefficients
 
     def _follow(self) -> None:
         """Move this target's tensors to where the guide's gates have moved."""
@@ -556,7 +556,7 @@ class SparsityTarget:
         self._budget.to(like.device)
         for name in ("_integral", "_of_loss", "_of_penalty"):
             setattr(self, name, getattr(self, name).to(like.device))
-        self._prices = None
+        self._coefficients = None
 
     # ------------------------------------------------------------ resuming
 
@@ -567,7 +567,7 @@ class SparsityTarget:
             "integral": self._integral.clone(),
             "of_loss": self._of_loss.clone(),
             "of_penalty": self._of_penalty.clone(),
-            "prices": self._prices,
+            "coefficients": self._coefficients,
         }
 
     def load_state_dict(self, state: TargetState) -> None:
@@ -584,9 +584,9 @@ class SparsityTarget:
         self._integral, self._of_loss, self._of_penalty = (
             x.to(self._integral).clone() for x in (state["integral"], state["of_loss"], state["of_penalty"])
         )
-        self._prices = None
-        if state["prices"] is not None:
-            self._put_prices(state["prices"].to(self._integral))
+        self._coefficients = None
+        if state["coefficients"] is not None:
+            self._put_coefficients(state["coefficients"].to(self._integral))
 
 
 def _grad(location: Tensor) -> Tensor:

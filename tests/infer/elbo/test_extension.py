@@ -116,9 +116,9 @@ def test_a_family_through_guide_objective_and_compaction(objective):
 def horseshoe(layer):
     """A term: P(z != 0) times -log p(w) of each gate's weights, by the bound of Carvalho et al. (2010)."""
 
-    def code_length(block, elbo):
+    def code_length(group, elbo):
         density = torch.log1p(4 / layer.weight.square().clamp(min=1e-6)) / math.sqrt(8 * math.pi**3)
-        return (block.active_prob * -density.log().sum(0)).sum()
+        return (group.active_prob * -density.log().sum(0)).sum()
 
     return Term("horseshoe", code_length)
 
@@ -151,9 +151,9 @@ def test_a_term_says_once_what_scales_it(is_kl, factor):
     """Sites come one by one in their shapes, though the guide draws them jointly; a term may pass sites by."""
     seen = []
 
-    def count(block, elbo):
-        seen.append((block.name, tuple(block.active_prob.shape), block.prior["name"], elbo.step))
-        return block.active_prob.sum() if block.name == "b" else None
+    def count(group, elbo):
+        seen.append((group.name, tuple(group.active_prob.shape), group.prior["name"], elbo.step))
+        return group.active_prob.sum() if group.name == "b" else None
 
     guide = AutoGate(two_sites, init_active_prob=0.5, init_jitter=0.0)
     guide()
@@ -174,8 +174,8 @@ def test_a_term_of_binary_gates_joins_the_exact_gradient():
     pyro.set_rng_seed(0)
     guide = AutoGate(model, family=BernoulliGate)
     guide()
-    drawn = Term("product", lambda block, _: 2.0 * block.posterior["value"].prod(), uses_draws=True)
-    analytic = Term("open", lambda block, _: 0.5 * block.active_prob.sum())
+    drawn = Term("product", lambda group, _: 2.0 * group.posterior["value"].prod(), uses_draws=True)
+    analytic = Term("open", lambda group, _: 0.5 * group.active_prob.sum())
     elbo = L0_ELBO("l0", estimator="leave_one_out", num_particles=4, extra_terms=[drawn, analytic])
     report = measure_gradient(elbo, model, guide, draws=800, exact=True)
     assert (report.bias.abs() < 5 * report.standard_error).all()
@@ -194,7 +194,7 @@ def test_a_term_of_binary_gates_joins_the_exact_gradient():
         ([Term("l0", lambda *_: None)], ValueError, "names other than .*'l0'.*, but got 'l0'"),
         ([Term("x", lambda *_: None)] * 2, ValueError, "but got 'x'"),
         ([Term("x", lambda *_: None, kind="gate")], ValueError, "kind of extra term 'x' in .*'gates'.*got 'gate'"),
-        ([Term("x", lambda block, _: block.active_prob)], ValueError, r"'x' .* \(\) at site 'a', but got shape \(3,"),
+        ([Term("x", lambda group, _: group.active_prob)], ValueError, r"'x' .* \(\) at site 'a', but got shape \(3,"),
     ],
 )
 def test_terms_are_checked(terms, error, message):
@@ -206,7 +206,7 @@ def test_terms_are_checked(terms, error, message):
 
 def test_a_row_of_the_table_is_an_objective(monkeypatch):
     """A row of the user's: the likelihood and a price of E[z] in the place of P(z != 0)."""
-    mean = Term("mean", lambda block, _: 4.0 * block.posterior["fn"].mean.sum())
+    mean = Term("mean", lambda group, _: 4.0 * group.posterior["fn"].mean.sum())
     monkeypatch.setitem(OBJECTIVES, "mean", (OBJECTIVES["l0"][0], mean))
     net = network()
     elbo = L0_ELBO("mean")

@@ -52,10 +52,10 @@ def test_a_correction_closes_the_lowest_and_opens_the_highest(limit, positions, 
     gates = {"a": torch.ones(4), "b": torch.ones(6)}
     budget = Budget({"cost": lambda z: 4 * z["a"].sum() + z["b"].sum()}, {"cost": 0.9}, gates)
     budget.minimums = dict(zip("ab", minimums, strict=True))
-    prices = budget.prices({site: torch.full_like(gate, 0.8) for site, gate in gates.items()})
+    coefficients = budget.coefficients({site: torch.full_like(gate, 0.8) for site, gate in gates.items()})
     shapes = {site: gate.shape for site, gate in gates.items()}
     limits = torch.tensor([limit / 22])
-    found = gates_within(budget, limits, torch.tensor(positions), torch.tensor(is_open) > 0, prices, shapes)
+    found = gates_within(budget, limits, torch.tensor(positions), torch.tensor(is_open) > 0, coefficients, shapes)
     assert found.int().tolist() == expected
 
 
@@ -71,10 +71,10 @@ def test_a_correction_is_within_its_limits_and_wastes_nothing(seed):
     costs = {"one": lambda z: sums(z)[0] * sums(z)[1], "other": lambda z: sums(z)[0] + 3 * sums(z)[1]}
     gates = {"a": torch.ones(5), "b": torch.ones(7)}
     budget = Budget(costs, {"one": 0.2, "other": 0.5}, gates)
-    prices = budget.prices({site: torch.rand_like(gate) for site, gate in gates.items()})
+    coefficients = budget.coefficients({site: torch.rand_like(gate) for site, gate in gates.items()})
     positions, limits = torch.randn(12), torch.tensor([0.2, 0.5])
     shapes = {site: gate.shape for site, gate in gates.items()}
-    kept = gates_within(budget, limits, positions, positions > 0, prices, shapes) > 0
+    kept = gates_within(budget, limits, positions, positions > 0, coefficients, shapes) > 0
 
     def fractions(flat):
         return budget.fraction(dict(zip("ab", flat.float().split([5, 7]), strict=True)))
@@ -111,13 +111,13 @@ def test_multiples_and_gates_that_never_close(seed):
     budget = Budget(cost, {"cost": 0.5}, gates, {"a": 5, "b": 3}, {"a": 4, "c": 8})
     assert budget.least == {"a": 8, "b": 3, "c": 5}
     assert budget.minimums["a"] % 4 == 0
-    prices = budget.prices({site: torch.rand_like(gate) for site, gate in gates.items()})
+    coefficients = budget.coefficients({site: torch.rand_like(gate) for site, gate in gates.items()})
     positions = torch.randn(34)
     positions[seed % 21] = positions[(seed + 5) % 21]  # a tie
     positions[:6] = positions[:6].clamp(max=-1.0)  # and more, at the lower end
     shapes = {site: gate.shape for site, gate in gates.items()}
     limit = torch.tensor([0.3 + 0.03 * seed])
-    kept = gates_within(budget, limit, positions, positions > 0, prices, shapes).split(list(sizes.values()))
+    kept = gates_within(budget, limit, positions, positions > 0, coefficients, shapes).split(list(sizes.values()))
     found = dict(zip(sizes, kept, strict=True))
     assert float(budget.fraction(found)) <= float(limit) * (1 + 1e-5)
     numbers = {site: int(gate.sum()) for site, gate in found.items()}
@@ -135,7 +135,7 @@ def test_multiples_after_gates_have_left():
     """What is left of a site need not be a multiple, and all of it may then not be open."""
     gates = {"a": torch.ones(12)}
     budget = Budget({"cost": lambda z: z["a"].sum()}, {"cost": 0.9}, gates, None, {"a": 4})
-    prices = torch.ones(1, 11) / 12
+    coefficients = torch.ones(1, 11) / 12
     positions = torch.arange(11.0)
-    found = gates_within(budget, torch.tensor([0.95]), positions, positions >= 0, prices, {"a": torch.Size([11])})
+    found = gates_within(budget, torch.tensor([0.95]), positions, positions >= 0, coefficients, {"a": torch.Size([11])})
     assert found.tolist() == [0] * 3 + [1] * 8

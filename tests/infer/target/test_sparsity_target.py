@@ -85,7 +85,7 @@ def test_the_gradient_that_is_added():
     with torch.no_grad():
         for location in guide.locations():
             location.copy_(torch.linspace(-1, 2, location.numel()))
-    target._take_prices()
+    target._take_coefficients()
     active = {site: gate.active_prob.detach() for site, gate in guide.posterior().items()}
     expected = count(active)
     given = {"a": torch.tensor([1.0, -2.0, 0.5, 0.0]), "b": torch.arange(6.0)}
@@ -332,13 +332,13 @@ def test_a_report():
         (({"a": 0.5}, count), {}, r"budgets of \['a'\] and costs one without a name"),
         (({"x": 0.5}, {"y": count}), {}, r"budgets of \['x'\] and costs \['y'\]"),
         ((0.5, count), {"steps": 9}, "steps of at least 10, but got 9"),
-        ((0.01, count), {}, r"one open gate per site meets, which costs {'cost': 0.2273} .* got {'cost': 0.01}"),
+        ((0.01, count), {}, r"one open gate per site meet, which cost {'cost': 0.2273} .* got {'cost': 0.01}"),
         ((0.5, count), {"at_least": {"c": 3}}, r"at_least by gate site, of \['a', 'b'\], but got 'c'"),
         ((0.5, count), {"multiple_of": {"a": 0}}, r"multiple_of\['a'\] of at least 1, but got 0"),
         (
             (0.5, count),
             {"at_least": {"a": 3}},
-            "the gates that at_least and multiple_of keep open meet, which costs {'cost': 0.59",
+            "the gates that at_least and multiple_of keep open meet, which cost {'cost': 0.59",
         ),
         ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
     ],
