@@ -59,7 +59,7 @@ REFUSED = {
     "rising targets": (dict(budget=[0.2, 0.5]), ValueError, "budgets that fall"),
     "unknown cost": (dict(budget={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
     "unknown count": (dict(cost="flops"), ValueError, "cost to be one of macs.*'flops'"),
-    "below a unit": (dict(budget=0.01), ValueError, "one open gate per site meets, which costs.*larger budget"),
+    "below a unit": (dict(budget=0.01), ValueError, "one open gate per site meet, which cost.*larger budget"),
     "too few gates": (
         dict(gates={"second": Gate(24)}, budget=0.3),
         ValueError,
@@ -77,7 +77,7 @@ REFUSED = {
     "at least too costly": (dict(at_least={"": 0.9}), ValueError, "at_least and multiple_of keep open meet"),
     "multiple of 0": (dict(multiple_of=0), ValueError, "multiple_of of at least 1, but got 0"),
     "multiple of 8.0": (dict(multiple_of=8.0), TypeError, "multiple_of to be a whole number"),
-    "multiple too costly": (dict(multiple_of=64), ValueError, "at_least and multiple_of keep open meet, which costs"),
+    "multiple too costly": (dict(multiple_of=64), ValueError, "at_least and multiple_of keep open meet, which cost"),
     "distil's weight": (dict(distil=(0, 2.0)), ValueError, r"a weight in \(0, 1\] and a finite temperature above 0"),
     "distil's temperature": (dict(distil=(0.5, float("nan"))), ValueError, "a finite temperature above 0"),
     "distil's function": (dict(distil=(0.5, lambda a, b: a - b)), TypeError, "distil's function to return a tensor of"),
