@@ -377,6 +377,7 @@ class Phase(ABC):
     """A part of the training."""
 
     network: nn.Module
+    optimiser: Optimizer  # of the weights
 
     @abstractmethod
     def loss_of(self, batch: object) -> Tensor:
@@ -394,9 +395,7 @@ class Phase(ABC):
     def step(self, group: Sequence[object]) -> Tensor:
         """Take a step of the optimiser on some batches; the mean loss, without a graph."""
         self.network.train()
-        for part in self.parts().values():
-            if isinstance(part, Optimizer):
-                part.zero_grad()
+        self.optimiser.zero_grad()
         total = torch.zeros(())
         for batch in group:
             loss = self.loss_of(batch) / len(group)
