@@ -105,7 +105,7 @@ def followed_sizes(network: nn.Module, analysis: Analysis) -> Attributes:
     for holder, value in find_integers(analysis.maps, analysis.solution).items():
         before = getattr(network.get_submodule(holder.path), holder.name)
         own = attributes.get(holder.path, {}).get(holder.name, before)
-        new = value if isinstance(own, int) else tuple(value if i == holder.place else x for i, x in enumerate(own))
+        new = value if isinstance(own, int) else tuple(value if i == holder.position else x for i, x in enumerate(own))
         if new != own:
             attributes.setdefault(holder.path, {})[holder.name] = new
     return attributes

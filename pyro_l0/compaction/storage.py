@@ -89,14 +89,14 @@ def hold(target: Path) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    place = target.parent.resolve() / f"{target.name}.lock"
+    lock = target.parent.resolve() / f"{target.name}.lock"
     refusal = f"Expected {str(target)!r} to be a file that no other run writes, but %s holds it; wait until that run "
     refusal += "has ended, or choose another file."
-    if place in _held:
+    if lock in _held:
         raise ValueError(refusal % "a run of this process")
     while True:
         # A link in its place is not followed.
-        file = open(os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")  # noqa: SIM115
+        file = open(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")  # noqa: SIM115
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -106,11 +106,11 @@ def hold(target: Path) -> Iterator[None]:
             text = f"{target}: its file system has no locks ({error.strerror}); let no second run write it."
             warnings.warn(text, stacklevel=3)
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), place.stat()):
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 break
         file.close()  # of a run that has ended meanwhile
     with file:
-        _held.add(place)
+        _held.add(lock)
         try:
             file.truncate(0)
             file.seek(0)
@@ -118,8 +118,8 @@ def hold(target: Path) -> Iterator[None]:
             file.flush()
             yield
         finally:
-            _held.remove(place)
-            place.unlink(missing_ok=True)
+            _held.remove(lock)
+            lock.unlink(missing_ok=True)
 
 
 # What the file's header says beside the tensors.

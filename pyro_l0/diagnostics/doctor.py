@@ -598,8 +598,8 @@ def diagnose(
     with untouched():
         sites = gate_sites(guide, optimisers, target is not None)
         some = [] if batches is None else first_batches(batches, _BATCHES)
-        places = {site.name: site.parameter for site in sites}
-        found = measure_contributions(loss, some, places, _DRAWS) if loss is not None and some else None
+        parameters = {site.name: site.parameter for site in sites}
+        found = measure_contributions(loss, some, parameters, _DRAWS) if loss is not None and some else None
         elbo = objective_of(loss)
         training = Training(guide, sites, len(optimisers), elbo, target, steps_left, found, network, error, some)
         findings = tuple(findings_on(training))

@@ -45,19 +45,19 @@ class Calls:
     def unit_dims(self, value: Value) -> list[int]:
         """The dimensions of a tensor that are dimensions of weights as well, so that closing entries cuts weights."""
         root = self.maps.slots.root
-        return [dim for dim, axis in enumerate(self.maps.axes[value]) if root(axis.block) in self._of_weights]
+        return [dim for dim, axis in enumerate(self.maps.axes[value]) if root(axis.dimension) in self._of_weights]
 
     @cached_property
     def _of_weights(self) -> set[int]:
-        """The blocks of weights' dimensions."""
+        """The dimensions of weights, as those that they were joined with."""
         weights = [weight for weight in self.maps.recording.named.values() if weight.rank > 1]
         axes = [axis for weight in weights for axis in self.maps.axes[weight] if axis.size > 1]
-        return {self.maps.slots.root(axis.block) for axis in axes}
+        return {self.maps.slots.root(axis.dimension) for axis in axes}
 
     def are_same_units(self, outputs: Iterable[tuple[Value, int]]) -> bool:
         """Whether dimensions of tensors, such as a module's at its calls, have the same units in the same order."""
         units = self.maps.slots.units()
-        return len({tuple(units[self.maps.axes[value][dim].block].tolist()) for value, dim in outputs}) <= 1
+        return len({tuple(units[self.maps.axes[value][dim].dimension].tolist()) for value, dim in outputs}) <= 1
 
 
 def follow_calls(network: nn.Module, example: Example) -> Calls:

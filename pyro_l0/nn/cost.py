@@ -75,7 +75,8 @@ class Expectations:
                     circuit.add(statement)
         circuit.arrange()
         return circuit, [
-            one or _sum_of_nodes([circuit.place(statement) for statement, _ in statements], [n for _, n in statements])
+            one
+            or _sum_of_nodes([circuit.position(statement) for statement, _ in statements], [n for _, n in statements])
             for statements, one in zip(self._numbers, plain, strict=True)
         ]
 
@@ -127,7 +128,7 @@ class _Circuit:
         self._nodes: dict[tuple[bool, tuple[int, ...]], int] = {}  # all or some of which nodes; gates come first
         self._levels: dict[int, int] = {}
         self._of_statement: dict[int, int] = {}
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
         self._steps: list[tuple[bool, PerDevice]] = []
 
     def add(self, statement: int) -> int:
@@ -138,35 +139,35 @@ class _Circuit:
         return self._of_statement[statement]
 
     def arrange(self) -> None:
-        """Find a place for every node, behind those of the gates and the numbers 0 and 1."""
+        """Find a position for every node, behind those of the gates and the numbers 0 and 1."""
         zero, one = self._gates, self._gates + 1
-        place = self._gates + 2
+        position = self._gates + 2
         steps: dict[tuple[int, bool, int], list[tuple[int, tuple[int, ...]]]] = {}
         for (is_all, parts), node in self._nodes.items():
             width = max(len(parts) - 1, 0).bit_length()
             steps.setdefault((self._levels[node], is_all, width), []).append((node, parts))
         for (_, is_all, width), nodes in sorted(steps.items()):
             fill = one if is_all else zero
-            rows = [[self._place(x) for x in parts] + [fill] * ((1 << width) - len(parts)) for _, parts in nodes]
-            self._places.update({node: place + row for row, (node, _) in enumerate(nodes)})
+            rows = [[self._position(x) for x in parts] + [fill] * ((1 << width) - len(parts)) for _, parts in nodes]
+            self._positions.update({node: position + row for row, (node, _) in enumerate(nodes)})
             self._steps.append((is_all, PerDevice(torch.tensor(rows))))
-            place += len(nodes)
+            position += len(nodes)
 
-    def place(self, statement: int) -> int:
+    def position(self, statement: int) -> int:
         """Where the probability of a statement stands."""
-        return self._place(self._of_statement[statement])
+        return self._position(self._of_statement[statement])
 
     def __call__(self, probs: Sequence[Tensor]) -> Tensor:
         """All probabilities."""
         values = torch.cat([*probs, probs[0].new_zeros(1), probs[0].new_ones(1)])
-        for is_all, places in self._steps:
-            index = places.on(values.device)
+        for is_all, positions in self._steps:
+            index = positions.on(values.device)
             factors = values.index_select(0, index.flatten()).view(index.shape)
             values = torch.cat([values, _product(factors) if is_all else 1 - _product(1 - factors)])
         return values
 
-    def _place(self, node: int) -> int:
-        return self._places.get(node, node)
+    def _position(self, node: int) -> int:
+        return self._positions.get(node, node)
 
     def _literal(self, literal: int) -> int:
         return literal if literal < self._gates else self.add(self._statements.of_literals[literal - self._gates])
@@ -218,8 +219,10 @@ class Stay:
     @property
     def verdict(self) -> str:
         """Where the units stay, and why."""
-        place = "on both sides of" if self.where == "both" else self.where if self.where == "behind" else "in front of"
-        return f"stay {place} the gate ({self.why})"
+        position = (
+            "on both sides of" if self.where == "both" else self.where if self.where == "behind" else "in front of"
+        )
+        return f"stay {position} the gate ({self.why})"
 
     def __str__(self) -> str:
         return f"gate {self.site!r}, {_ranges(self.units)}: {self.verdict}"
@@ -282,7 +285,7 @@ class ClosedUnits:
         """No gate is closed; each unit alone; each with the gates on the same unit."""
         starts = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
         units, together = maps.slots.units(), dict[int, set[int]]()
-        same = {call.site: units[call.front.block].tolist() for call in maps.gates}
+        same = {call.site: units[call.front.dimension].tolist() for call in maps.gates}
         for site, common in same.items():
             for unit, one in enumerate(common):
                 together.setdefault(one, set()).add(starts[site] + unit)
@@ -295,9 +298,9 @@ class ClosedUnits:
         total = np.zeros(1 + 2 * len(self._units), dtype=np.int64)
         for axes in products:
             for axis in axes:
-                if axis.block not in sizes:
-                    sizes[axis.block] = self._dependencies.statements.count(self._dependencies.kept(axis))
-            total += math.prod(sizes[axis.block] for axis in axes)
+                if axis.dimension not in sizes:
+                    sizes[axis.dimension] = self._dependencies.statements.count(self._dependencies.kept(axis))
+            total += math.prod(sizes[axis.dimension] for axis in axes)
         return total
 
     def _staying(self) -> Iterator[tuple[str, int, bool, bool]]:
@@ -334,7 +337,7 @@ def _examples(recording: Recording) -> int:
 def _why(analysis: Analysis, site: str, unit: int, is_behind: bool) -> str:
     call = next(call for call in analysis.maps.gates if call.site == site)
     axis = call.behind if is_behind else call.front
-    if not analysis.solution.stays[analysis.solution.units[axis.block][unit]]:
+    if not analysis.solution.stays[analysis.solution.units[axis.dimension][unit]]:
         return "other gates are open"
     reason = analysis.solution.reason(axis, unit)
     path, is_computed, _ = reason.rpartition(" in ")[2].partition(".parametrizations.")
@@ -540,7 +543,7 @@ class _Count:
 
     def _split(self, axis: Axis) -> tuple[dict[int, int], tuple[Clause, ...]]:
         """How many entries stay if a statement holds, for each statement, and what all of them have in common."""
-        key = id(self._dependencies.units[axis.block])
+        key = id(self._dependencies.units[axis.dimension])
         if key not in self._histograms:
             statements = self._dependencies.statements
             found, counts = np.unique(self._dependencies.kept(axis), return_counts=True)

@@ -322,11 +322,11 @@ def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[
     """By path, the parameters and the other paths that have some of the same units."""
     units = maps.slots.units()
     of_path = {
-        path: {unit for value, dim in outputs for unit in units[maps.axes[value][dim].block].tolist()}
+        path: {unit for value, dim in outputs for unit in units[maps.axes[value][dim].dimension].tolist()}
         for path, outputs in found.items()
     }
     of_name = {
-        name: {unit for axis in maps.axes[value] if axis.size > 1 for unit in units[axis.block].tolist()}
+        name: {unit for axis in maps.axes[value] if axis.size > 1 for unit in units[axis.dimension].tolist()}
         for name, value in sorted(maps.recording.named.items())
     }
 
@@ -339,7 +339,7 @@ def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[
 def _attended(maps: Maps) -> set[int]:
     """The dimensions of products of activations, such as the heads of attention."""
     return {
-        maps.slots.root(axis.block)
+        maps.slots.root(axis.dimension)
         for product in maps.products
         if product.is_attention or not any(value.names for value in product.operation.inputs)
         for axis in product.axes
@@ -353,19 +353,19 @@ def _parts(maps: Maps, found: Found) -> tuple[dict[str, int], set[str]]:
     """
     units, parts, composites = maps.slots.units(), dict[str, int](), set[str]()
     roots = {
-        path: {maps.slots.root(maps.axes[value][dim].block) for value, dim in outputs}
+        path: {maps.slots.root(maps.axes[value][dim].dimension) for value, dim in outputs}
         for path, outputs in found.items()
     }
     wholes = _attended(maps).union(*roots.values())
     for box in maps.boxes:
-        flat, factors = set(units[box.flat].tolist()), {maps.slots.root(block) for block in box.factors}
+        flat, factors = set(units[box.flat].tolist()), {maps.slots.root(dimension) for dimension in box.factors}
         for path, own in roots.items():
             if not all(flat.isdisjoint(units[root].tolist()) for root in own):
                 parts[path] = len(units[box.factors[-1]])
                 composites.update([path] if not wholes.isdisjoint(factors) else [])
     for links in maps.relations.values():
         for link in (x for x in links if isinstance(x, Link)):
-            root, entries = maps.slots.root(link.source.block), link.source_entries
+            root, entries = maps.slots.root(link.source.dimension), link.source_entries
             parts.update({path: len(entries) for path, own in roots.items() if entries is not None and root in own})
     return parts, composites
 
@@ -378,12 +378,14 @@ def _heads(network: nn.Module, calls: Calls) -> dict[str, int]:
     attention = {path: x for path, x in network.named_modules() if path and isinstance(x, nn.MultiheadAttention)}
     maps, found = calls.maps, {f"{path}.out_proj": module.num_heads for path, module in attention.items()}
     attended = _attended(maps)
-    boxes = [(maps.slots.root(box.flat), [maps.slots.root(block) for block in box.factors]) for box in maps.boxes]
+    boxes = [
+        (maps.slots.root(box.flat), [maps.slots.root(dimension) for dimension in box.factors]) for box in maps.boxes
+    ]
     shared = {flat: factors[0] for flat, factors in boxes if flat in attended}
     for path, module in network.named_modules():
         value = next((call.input for call in calls.of.get(module, [])), None)
         if is_dense(module) and value is not None:
-            last = maps.slots.root(maps.axes[value][-1].block)
+            last = maps.slots.root(maps.axes[value][-1].dimension)
             for flat, factors in boxes:
                 if flat == last and len(factors) == 2 and attended.issuperset(factors):
                     found[path] = _size(maps, shared.get(factors[0], factors[0]))
@@ -499,8 +501,10 @@ def _together(locations: Iterable[Location]) -> Iterator[list[Location]]:
         yield group
 
 
-def _size(maps: Maps, block: int) -> int:
-    return next(axis.size for axes in maps.axes.values() for axis in axes if maps.slots.root(axis.block) == block)
+def _size(maps: Maps, dimension: int) -> int:
+    return next(
+        axis.size for axes in maps.axes.values() for axis in axes if maps.slots.root(axis.dimension) == dimension
+    )
 
 
 def _few(names: tuple[str, ...]) -> str:

@@ -24,12 +24,12 @@ _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)
 _DOTS_PER_INCH = 110
 
 
-def series(place: int) -> dict[str, Any]:
+def series(index: int) -> dict[str, Any]:
     """Colour, marker and line of the series with this number, as options of matplotlib's ``plot``."""
     return {
-        "color": COLOURS[place % len(COLOURS)],
-        "marker": _MARKERS[place % len(_MARKERS)],
-        "linestyle": _LINES[place % len(_LINES)],
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _LINES[index % len(_LINES)],
         "markersize": 4.5,
     }
 
@@ -161,9 +161,9 @@ def plot_curves(
         ['train', 'test']
     """
     axes = figure_axes(figsize=(5.5, 3.6)) if axes is None else axes
-    for place, (name, values) in enumerate(curves.items()):
+    for index, (name, values) in enumerate(curves.items()):
         at, y = _points(values, x)
-        style = series(place) | {"markevery": max(1, len(y) // 10), "label": name or None}
+        style = series(index) | {"markevery": max(1, len(y) // 10), "label": name or None}
         if spreads is not None and name in spreads:
             axes.errorbar(at, y, as_array(spreads[name]), capsize=3, **style)
         else:
@@ -210,13 +210,13 @@ def plot_bars(
     """
     axes = figure_axes(figsize=(0.6 * len(names) + 2.5, 3.4)) if axes is None else axes
     width = 0.8 / max(1, len(groups))
-    for place, (name, values) in enumerate(groups.items()):
+    for index, (name, values) in enumerate(groups.items()):
         heights = as_array(values)
         if heights.shape != (len(names),):
             raise ValueError(f"Expected {len(names)} heights of {name!r}, one a name, but got shape {heights.shape}.")
-        at = np.arange(len(names)) + width * (place - (len(groups) - 1) / 2)
+        at = np.arange(len(names)) + width * (index - (len(groups) - 1) / 2)
         error = None if spreads is None or name not in spreads else as_array(spreads[name])
-        colour, hatch = COLOURS[place % len(COLOURS)], _HATCHES[place % len(_HATCHES)]
+        colour, hatch = COLOURS[index % len(COLOURS)], _HATCHES[index % len(_HATCHES)]
         style: dict[str, Any] = {"color": colour, "alpha": 0.75, "hatch": hatch}
         axes.bar(at, heights, 0.92 * width, yerr=error, capsize=3, label=name, edgecolor="white", **style)
     axes.axhline(0, color="0.2", linewidth=0.8)
@@ -362,8 +362,8 @@ def plot_inclusion(
     left.set_ylim(len(probs) - 0.5, -0.5)
     right.hlines(rows, low, high, color=COLOURS[0])
     points = ({} if mean is None else {"posterior mean": mean}) | dict(others or {})
-    for place, (name, values) in enumerate(points.items(), start=mean is None):
-        right.plot(*_like(probs, **{name: values}), rows, **series(place) | {"linestyle": "none", "label": name})
+    for index, (name, values) in enumerate(points.items(), start=mean is None):
+        right.plot(*_like(probs, **{name: values}), rows, **series(index) | {"linestyle": "none", "label": name})
     if others:
         right.legend(fontsize="small")
     right.axvline(0, color="grey", linewidth=0.8)

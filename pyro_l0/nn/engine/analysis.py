@@ -46,7 +46,7 @@ class Solution:
 
     def __init__(self, maps: Maps) -> None:
         self.units: list[Index] = maps.slots.units()
-        count = 1 + max((int(block.max()) for block in self.units if len(block)), default=-1)
+        count = 1 + max((int(units.max()) for units in self.units if len(units)), default=-1)
         self.stays: Mask = np.zeros(count, dtype=np.bool_)
         self.reasons: npt.NDArray[np.int64] = np.full(count, -1)
         self.texts: list[str] = []
@@ -67,30 +67,30 @@ class Solution:
 
     def kept(self, axis: Axis) -> Index:
         """The entries of a dimension that stay."""
-        return np.flatnonzero(self.stays[self.units[axis.block]])
+        return np.flatnonzero(self.stays[self.units[axis.dimension]])
 
     def size(self, axis: Axis) -> int:
         """How many entries of a dimension stay."""
-        return int(np.count_nonzero(self.stays[self.units[axis.block]]))
+        return int(np.count_nonzero(self.stays[self.units[axis.dimension]]))
 
     def reason(self, axis: Axis, entry: int) -> str:
         """Why an entry stays."""
-        return self.texts[int(self.reasons[self.units[axis.block][entry]])]
+        return self.texts[int(self.reasons[self.units[axis.dimension][entry]])]
 
     def _require(self, maps: Maps) -> None:
         """Keep inputs, outputs, what is pinned and what is read."""
         for call in maps.recording.calls:
             for values, text in ((call.inputs, _NETWORK_INPUT), (call.outputs, _NETWORK_OUTPUT)):
                 for axis in (axis for value in values for axis in maps.axes[value]):
-                    self._keep(self.units[axis.block], text)
-        for block, text in maps.pins:
-            self._keep(self.units[block], text)
-        for block, entries, text in maps.kept:
-            self._keep(self.units[block][entries], text)
+                    self._keep(self.units[axis.dimension], text)
+        for dimension, text in maps.pins:
+            self._keep(self.units[dimension], text)
+        for dimension, entries, text in maps.kept:
+            self._keep(self.units[dimension][entries], text)
         for operation in maps.recording.operations:
             for relation in maps.relations[operation]:
                 if isinstance(relation, Read) and relation in self._needs.read:
-                    units = self.units[relation.axes[0].block]
+                    units = self.units[relation.axes[0].dimension]
                     self._keep(units[self._needs.read[relation] == TRUE], relation.reason)
 
     def _keep(self, units: Index, text: str) -> bool:
@@ -125,16 +125,16 @@ class Solution:
         is_gated = np.zeros(len(self.stays), dtype=np.bool_)
         for call in maps.gates:
             for axis in (call.front, call.behind):
-                is_gated[self.units[axis.block]] = True
+                is_gated[self.units[axis.dimension]] = True
         factors = {id(self.units[factor]) for box in maps.boxes if box.is_view for factor in box.factors}
         empty = {
-            id(block): block
+            id(units): units
             for axes in maps.axes.values()
-            for block in (self.units[axis.block] for axis in axes)
-            if len(block) and not self.stays[block].any()
+            for units in (self.units[axis.dimension] for axis in axes)
+            if len(units) and not self.stays[units].any()
         }
-        for key, block in empty.items():
-            self._keep(block if key in factors and not is_gated[block].any() else block[:1], _LAST)
+        for key, units in empty.items():
+            self._keep(units if key in factors and not is_gated[units].any() else units[:1], _LAST)
         return bool(empty)
 
 
@@ -160,8 +160,8 @@ def pin_shared_sizes(maps: Maps) -> None:
     integers = _Integers(maps, free.size)
     for equation in integers.equations:
         if not integers.agree(equation):
-            for block in free.fix(integers.reached(equation), lambda: integers.agree(equation)):  # noqa: B023
-                maps.pin(block, equation.text)
+            for dimension in free.fix(integers.reached(equation), lambda: integers.agree(equation)):  # noqa: B023
+                maps.pin(dimension, equation.text)
 
 
 def keep_parts_even(maps: Maps, solution: Solution) -> bool:
@@ -188,7 +188,7 @@ def _keep_even(maps: Maps, solution: Solution, axes: Sequence[Axis], want: list[
     left = [np.setdiff1d(np.arange(axis.size), entries) for axis, entries in zip(axes, kept, strict=True)]
     more = [rest[: max(size - len(entries), 0)] for rest, size, entries in zip(left, want, kept, strict=True)]
     for axis, entries in zip(axes, more if any(map(len, more)) else left, strict=True):
-        maps.kept.append((axis.block, entries, f"even parts in {place or 'the network'}"))
+        maps.kept.append((axis.dimension, entries, f"even parts in {place or 'the network'}"))
 
 
 def keep_results(maps: Maps, solution: Solution) -> bool:
@@ -203,7 +203,7 @@ def keep_results(maps: Maps, solution: Solution) -> bool:
             is_kept = False
         for axis in [] if is_kept else integers.reached(x):
             if solution.size(axis) < axis.size:
-                maps.kept.append((axis.block, np.arange(axis.size), x.text))
+                maps.kept.append((axis.dimension, np.arange(axis.size), x.text))
     return len(maps.kept) > before
 
 
@@ -280,31 +280,33 @@ class _FreeSizes:
     def __init__(self, maps: Maps) -> None:
         self._units = units = maps.slots.units()
         first: dict[bytes, int] = {}
-        names = {id(x): first.setdefault(x.tobytes(), block) for block, x in enumerate(units)}
+        names = {id(x): first.setdefault(x.tobytes(), dimension) for dimension, x in enumerate(units)}
         self._name = [names[id(x)] for x in units]
         self._factors = {self._name[x.flat]: x.factors for x in maps.boxes if len(units[x.flat]) > 1}
         self._boxes = maps.distinct_boxes(units)
         # On both sides of a gate units leave, if they can; parts that are to be even keep the same number.
         even = [list(_axes(maps, x).values()) for x in maps.recording.comparisons if x.is_even]
         pairs = [(call.front, call.behind) for call in maps.gates] + [(x[0], x[1]) for x in even if len(x) == 2]
-        self._pairs = [(units[one.block], units[other.block]) for one, other in pairs]
+        self._pairs = [(units[one.dimension], units[other.dimension]) for one, other in pairs]
         count = 1 + max((int(x.max()) for x in units if len(x)), default=-1)
-        self._drawn = np.random.default_rng(0).integers(2, 2**16, count)
+        self._random = np.random.default_rng(0).integers(2, 2**16, count)
         self._whole = np.zeros(count, dtype=np.bool_)
         ends = [axis for call in maps.recording.calls for x in (*call.inputs, *call.outputs) for axis in maps.axes[x]]
-        single = [block for block, entries in enumerate(units) if len(entries) == 1]
-        for block in {self._name[x] for x in (*(axis.block for axis in ends), *single, *(x for x, _ in maps.pins))}:
-            for leaf in (block, *self._leaves(block)):
+        single = [dimension for dimension, entries in enumerate(units) if len(entries) == 1]
+        for dimension in {
+            self._name[x] for x in (*(axis.dimension for axis in ends), *single, *(x for x, _ in maps.pins))
+        }:
+            for leaf in (dimension, *self._leaves(dimension)):
                 self._whole[units[leaf]] = True
         self._spread()
 
     def size(self, axis: Axis) -> int:
         """The size of a dimension."""
-        return int(self._weights[self._units[axis.block]].sum())
+        return int(self._weights[self._units[axis.dimension]].sum())
 
     def fix(self, axes: Sequence[Axis], agree: Callable[[], bool]) -> list[int]:
-        """Few blocks that have to stay for sizes to agree; from now on they do."""
-        leaves = {self._name[leaf]: leaf for axis in axes for leaf in self._leaves(axis.block)}
+        """Few dimensions that have to stay for sizes to agree; from now on they do."""
+        leaves = {self._name[leaf]: leaf for axis in axes for leaf in self._leaves(axis.dimension)}
         before, fixed = self._whole.copy(), list[int]()
         for leaf in leaves.values():
             self._whole[self._units[leaf]] = True
@@ -320,18 +322,18 @@ class _FreeSizes:
 
     def _spread(self) -> None:
         """Let units weigh what was drawn for them, those that stay 1, and pairs of factors the product."""
-        self._weights = np.where(self._whole, 1, self._drawn)
+        self._weights = np.where(self._whole, 1, self._random)
         for _ in range(2):  # flat dimensions may be factors of others
             for one, other in self._pairs:
                 self._weights[other] = np.where(self._whole[other], 1, self._weights[one])
             for factors, flat in self._boxes:
                 self._weights[flat] = outer(np.multiply, [self._weights[x] for x in factors]).ravel()
 
-    def _leaves(self, block: int, around: frozenset[int] = frozenset()) -> list[int]:
-        """The blocks whose sizes multiply to that of a block."""
-        name = self._name[block]
+    def _leaves(self, dimension: int, around: frozenset[int] = frozenset()) -> list[int]:
+        """The dimensions whose sizes multiply to that of a dimension."""
+        name = self._name[dimension]
         factors = () if name in around else self._factors.get(name, ())
-        return [leaf for x in factors for leaf in self._leaves(x, around | {name})] or [block]
+        return [leaf for x in factors for leaf in self._leaves(x, around | {name})] or [dimension]
 
 
 def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
@@ -362,7 +364,7 @@ def read_what_stays(maps: Maps, solution: Solution) -> bool:
     is_changed = False
     for layer in maps.constant_inputs:
         axis = maps.axes[layer.input][layer.input_dim]
-        stays = solution.stays[solution.units[axis.block]]
+        stays = solution.stays[solution.units[axis.dimension]]
         missed = layer.candidates & ~layer.reads & stays & ~solution.is_needed(axis)
         if layer.operation in solution.running and missed.any():
             layer.reads[missed] = True
@@ -386,8 +388,8 @@ def _agree(layers: list[ConstantInput], tensors: list[Tensor], known: list[Mask]
 
 def _reduced(tensor: Tensor, chosen: Mask) -> Tensor:
     """One number for each unit if all chosen ones have the same at all positions, else one for each position."""
-    places = tensor.flatten(1)[torch.from_numpy(chosen)]
-    is_uniform = bool((places == places[:, :1]).all())
+    positions = tensor.flatten(1)[torch.from_numpy(chosen)]
+    is_uniform = bool((positions == positions[:, :1]).all())
     return tensor.flatten(1)[:, 0] if is_uniform else tensor[:, 0]
 
 
@@ -631,7 +633,7 @@ def _add_given(maps: Maps, value: Value) -> None:
     if value.is_given:
         for axis in maps.axes[value]:
             if axis.size > 1:
-                maps.pin(axis.block, f"a tensor that is no parameter or buffer, at {maps.place}")
+                maps.pin(axis.dimension, f"a tensor that is no parameter or buffer, at {maps.place}")
 
 
 def _apply_rule(maps: Maps, operation: Operation) -> None:
@@ -651,14 +653,14 @@ def _pin_attention(maps: Maps, path: str) -> None:
     for name, value in maps.recording.named.items():
         if name.startswith(prefix):
             for axis in maps.axes[value]:
-                maps.pin(axis.block, f"nn.MultiheadAttention in {path or 'the network'}, whose sizes are fixed")
+                maps.pin(axis.dimension, f"nn.MultiheadAttention in {path or 'the network'}, whose sizes are fixed")
 
 
 def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor]) -> Analysis:
     found = dict[int, Tensor]()
 
     def indices(axis: Axis) -> Tensor:
-        key = id(solution.units[axis.block])
+        key = id(solution.units[axis.dimension])
         if key not in found:
             found[key] = torch.from_numpy(solution.kept(axis))
         return found[key]

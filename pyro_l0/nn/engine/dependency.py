@@ -190,12 +190,12 @@ class Dependencies(Generic[Of]):
     statements: Of
     sizes: dict[str, int]  # by site, the number of its gates, which statements number through in this order
     maps: Maps  # with all gates open
-    units: list[Index]  # of every entry, by block, where gates keep the units in front and behind apart
+    units: list[Index]  # of every entry, by dimension, where gates keep the units in front and behind apart
     stays: Index  # by unit, the statement that it stays; gates that leave do so in a compacted network
 
     def kept(self, axis: Axis) -> Index:
         """For each entry of a dimension, the statement that it stays."""
-        return self.stays[self.units[axis.block]]
+        return self.stays[self.units[axis.dimension]]
 
 
 def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Dependencies[Of]:
@@ -225,11 +225,13 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
         if isinstance(read, Read) and isinstance(other, Read)
     }
     needs = Needs(opened, statements, presence.passes, lambda read: presence.reads(read, of_closed[read].where))
-    certain = [axis.block for call in recording.calls for x in (*call.inputs, *call.outputs) for axis in opened.axes[x]]
-    for block in [*certain, *(block for block, _ in (*opened.pins, *all_closed.maps.pins))]:
-        kept.add(units[block], np.full(len(units[block]), TRUE))
+    certain = [
+        axis.dimension for call in recording.calls for x in (*call.inputs, *call.outputs) for axis in opened.axes[x]
+    ]
+    for dimension in [*certain, *(dimension for dimension, _ in (*opened.pins, *all_closed.maps.pins))]:
+        kept.add(units[dimension], np.full(len(units[dimension]), TRUE))
     for read, entries in needs.read.items():
-        kept.add(units[read.axes[0].block], entries)
+        kept.add(units[read.axes[0].dimension], entries)
     kept.settle(opened, gates)
     return Dependencies(statements, sizes, opened, units, kept.stays)
 
@@ -258,7 +260,7 @@ class _Kept:
     def settle(self, maps: Maps, gates: dict[str, Index]) -> None:
         """Open gates have one unit in front and behind, and an entry of a box stays iff all its factors do."""
         boxes = maps.distinct_boxes(self.units)
-        calls = [(gates[x.site], self.units[x.front.block], self.units[x.behind.block]) for x in maps.gates]
+        calls = [(gates[x.site], self.units[x.front.dimension], self.units[x.behind.dimension]) for x in maps.gates]
         passed = dict.fromkeys(units for call in calls for units in zip(*(x.tolist() for x in call), strict=True))
         is_changed = True
         while is_changed:

@@ -25,11 +25,11 @@ _Entry = TypeVar("_Entry", bound=np.generic)
 
 
 class Axis:
-    """One dimension of a recorded tensor: its block in :class:`Slots`, and what is known of each entry's slice."""
+    """One dimension of a recorded tensor: its number in :class:`Slots`, and what is known of each entry's slice."""
 
-    def __init__(self, size: int, block: int, state: int) -> None:
+    def __init__(self, size: int, dimension: int, state: int) -> None:
         self.size = size
-        self.block = block
+        self.dimension = dimension
         self.states: States = np.full(size, state, dtype=np.uint8)
 
     @property
@@ -39,7 +39,7 @@ class Axis:
 
 
 class Slots:
-    """Entries of dimensions, in blocks of one dimension each, and which of them are the same unit.
+    """Entries of dimensions, which are numbered, and which of them are the same unit.
 
     Two dimensions that agree entry by entry are joined as wholes, which costs nothing; others by pairs of entries.
     """
@@ -51,40 +51,40 @@ class Slots:
         self._units: list[Index] | None = None  # as long as nothing is added or joined
 
     def new(self, size: int) -> int:
-        """A block of entries that belong to nothing yet."""
+        """A dimension whose entries belong to nothing yet."""
         self._units = None
         self._sizes.append(size)
         self._parents.append(len(self._parents))
         return len(self._parents) - 1
 
-    def root(self, block: int) -> int:
-        """The block that stands for all that it was joined with."""
-        while self._parents[block] != block:
-            self._parents[block] = self._parents[self._parents[block]]
-            block = self._parents[block]
-        return block
+    def root(self, dimension: int) -> int:
+        """The dimension that stands for all that it was joined with."""
+        while self._parents[dimension] != dimension:
+            self._parents[dimension] = self._parents[self._parents[dimension]]
+            dimension = self._parents[dimension]
+        return dimension
 
     def join(self, one: int, other: int) -> None:
-        """Entry i of one block is the same unit as entry i of the other."""
+        """Entry i of one dimension is the same unit as entry i of the other."""
         one, other = self.root(one), self.root(other)
         assert self._sizes[one] == self._sizes[other]
         self._units = self._units if one == other else None
         self._parents[max(one, other)] = min(one, other)
 
     def join_entries(self, one: int, entries: Index, other: int, others: Index) -> None:
-        """Some entries of one block are the same units as some of the other."""
+        """Some entries of one dimension are the same units as some of the other."""
         if len(entries):
             self._units = None
             self._pairs.append((one, entries, other, others))
 
     def units(self) -> list[Index]:
-        """The unit of every entry, by block; joined blocks share their array."""
+        """The unit of every entry, by dimension; joined dimensions share their array."""
         if self._units is None:
             self._units = self._find_units()
         return self._units
 
     def _find_units(self) -> list[Index]:
-        roots = [self.root(block) for block in range(len(self._parents))]
+        roots = [self.root(dimension) for dimension in range(len(self._parents))]
         starts, total = dict[int, int](), 0
         for root in dict.fromkeys(roots):
             starts[root] = total
@@ -108,7 +108,7 @@ class Box:
     An entry of the flat dimension leaves if and only if one of its factors' entries leaves.
     """
 
-    factors: tuple[int, ...]  # their blocks
+    factors: tuple[int, ...]  # their dimensions
     flat: int
     is_view: bool  # whether the factors are dimensions of tensors, which the network's code tells apart
 
@@ -214,7 +214,7 @@ class Maps:
     products: list[Product] = field(default_factory=list)  # of which the multiply-adds are made
     zero_channels: dict[str, Mask] = field(default_factory=dict)  # by path of a BatchNorm, zero in front of it
     barriers: dict[Operation, str] = field(default_factory=dict)  # of which nothing is known
-    pins: list[tuple[int, str]] = field(default_factory=list)  # blocks that have to stay, and why
+    pins: list[tuple[int, str]] = field(default_factory=list)  # dimensions that have to stay, and why
     kept: list[tuple[int, Index, str]] = field(default_factory=list)  # entries that also do, for these closed gates
     roots: list[Value] = field(default_factory=list)  # that the network's own code branches on
     _numbers: dict[Value, Axis] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class Maps:
             self._numbers[value] = Axis(1, -1, state)
 
     def dims(self, value: Value) -> list[Axis]:
-        """The dimensions of a value; for a number, one of size 1 that stands for it and has no block."""
+        """The dimensions of a value; for a number, one of size 1 that stands for it and is not in the slots."""
         return self.axes[value] or [self._numbers[value]]
 
     def state(self, value: Value) -> int:
@@ -273,7 +273,7 @@ class Maps:
         """
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         if tied:
-            self.slots.join(one.block, other.block)
+            self.slots.join(one.dimension, other.dimension)
         self._say(Link(one, other, where=where))
 
     def passes(
@@ -306,7 +306,7 @@ class Maps:
     ) -> None:
         """Say that ``entries`` of an input are ``target_entries`` of the output, in order, and just as constant."""
         one, other = self.axes[source][dim], self.axes[target][target_dim]
-        self.slots.join_entries(one.block, entries, other.block, target_entries)
+        self.slots.join_entries(one.dimension, entries, other.dimension, target_entries)
         self._say(Link(one, other, entries, target_entries))
         states = other.states.copy()
         states[target_entries] = one.states[entries]
@@ -319,20 +319,20 @@ class Maps:
 
     def tie(self, one: Axis, other: Axis) -> None:
         """Entry i of one dimension is the same unit as entry i of another."""
-        self.slots.join(one.block, other.block)
+        self.slots.join(one.dimension, other.dimension)
 
     def reads(
-        self, *places: tuple[Value, int], where: Mask | None = None, groups: int = 1, behind: Axis | None = None
+        self, *operands: tuple[Value, int], where: Mask | None = None, groups: int = 1, behind: Axis | None = None
     ) -> None:
         """Say that entries of inputs are read together: a sum over them needs those that are not zero.
 
         Args:
-            places: inputs and their dimensions, which hold the same units.
+            operands: inputs and their dimensions, which hold the same units.
             where: which entries are read, bool of shape ``(size,)``; by default all, zeros too.
             groups: with ``behind``, the number of groups.
             behind: the output's dimension; entries of a group are read for the entries of the same group.
         """
-        axes = tuple(self.axes[value][dim] for value, dim in places)
+        axes = tuple(self.axes[value][dim] for value, dim in operands)
         for axis in axes[1:]:
             self.tie(axes[0], axis)
         self._say(Read(axes, where, self.place, groups, behind))
@@ -341,7 +341,7 @@ class Maps:
         """Say that all entries of these dimensions of an input or output must stay for the operation to run."""
         for dim in dims:
             self.reads((value, dim))
-            self.pin(self.axes[value][dim].block)
+            self.pin(self.axes[value][dim].dimension)
 
     def mixes(self, value: Value, *dims: int) -> None:
         """Say that entries of an input's dimensions, which pass, share a number, such as a mean of all, zeros too."""
@@ -371,12 +371,12 @@ class Maps:
             ConstantInput(self.operation, value, parameter, bias, dim, weight_dim, is_padded, read, where & ~varies)
         )
 
-    def pin(self, block: int, reason: str | None = None) -> None:
-        """All entries of a block have to stay."""
-        self.pins.append((block, reason or self.place))
+    def pin(self, dimension: int, reason: str | None = None) -> None:
+        """All entries of a dimension have to stay."""
+        self.pins.append((dimension, reason or self.place))
 
     def box(self, factors: Sequence[int], flat: int, is_view: bool = False) -> None:
-        """Entries of a block are the combinations of entries of others, the last one running fastest."""
+        """Entries of a dimension are the combinations of entries of others, the last one running fastest."""
         self.boxes.append(Box(tuple(factors), flat, is_view))
 
     def distinct_boxes(self, units: list[Index]) -> list[tuple[list[Index], Index]]:
@@ -386,14 +386,14 @@ class Maps:
 
     def reshape(self, sources: Sequence[Axis], targets: Sequence[Axis]) -> None:
         """Say that the entries of some dimensions of an input are, in order, those of some of the output's."""
-        blocks = [axis.block for axis in sources]
-        flat = blocks[0] if len(sources) == 1 else self.slots.new(math.prod(axis.size for axis in sources))
+        dimensions = [axis.dimension for axis in sources]
+        flat = dimensions[0] if len(sources) == 1 else self.slots.new(math.prod(axis.size for axis in sources))
         if len(sources) > 1:
-            self.box(blocks, flat, is_view=True)
+            self.box(dimensions, flat, is_view=True)
         if len(targets) > 1:
-            self.box([axis.block for axis in targets], flat, is_view=True)
+            self.box([axis.dimension for axis in targets], flat, is_view=True)
         else:
-            self.slots.join(flat, targets[0].block)
+            self.slots.join(flat, targets[0].dimension)
         relation = Reshape(tuple(sources), tuple(targets))
         relation.pass_states()
         self._say(relation)
@@ -405,7 +405,7 @@ class Maps:
     def fixed(self, size: int) -> Axis:
         """A dimension of no tensor, whose entries stay: a factor in :meth:`reshape`, such as copies or positions."""
         axis = self.free(size)
-        self.pin(axis.block)
+        self.pin(axis.dimension)
         self.fixed_axes.append(axis)
         return axis
 

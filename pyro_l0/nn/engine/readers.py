@@ -69,7 +69,7 @@ def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
 def find_readers(maps: Maps) -> list[Use]:
     """The weights that read units of each gate, with no other weight in between."""
     weights = weights_of(maps)
-    found: dict[_Place, set[tuple[int, int]]] = {}
+    found: dict[_Key, set[tuple[int, int]]] = {}
     for site in dict.fromkeys(call.site for call in maps.gates):
         pairs = {call.behind: _identity(call.behind) for call in maps.gates if call.site == site}
         for operation in maps.recording.operations:
@@ -83,15 +83,15 @@ def find_readers(maps: Maps) -> list[Use]:
                 elif grouped is not None or not reads:
                     _follow(pairs, relation)
             if grouped is not None:
-                place, entries = grouped
-                found.setdefault((site, *place, operation.path), set()).update(entries)
+                key, entries = grouped
+                found.setdefault((site, *key, operation.path), set()).update(entries)
     return _uses(found)
 
 
 def find_writers(maps: Maps) -> list[Use]:
     """The weights that write units of each gate, with neither another weight nor a flattening in between."""
     weights = weights_of(maps)
-    found: dict[_Place, set[tuple[int, int]]] = {}
+    found: dict[_Key, set[tuple[int, int]]] = {}
     for site in dict.fromkeys(call.site for call in maps.gates):
         pairs = {call.front: _identity(call.front) for call in maps.gates if call.site == site}
         for operation in reversed(maps.recording.operations):
@@ -102,8 +102,8 @@ def find_writers(maps: Maps) -> list[Use]:
                     moved = _moved(relation, pairs[relation.target], is_back=True)
                     if relation.source in axes:
                         value, dim = axes[relation.source]
-                        place = site, given[value], _dim_of(value, dim, given[value]), 1, operation.path
-                        found.setdefault(place, set()).update(moved)
+                        key = site, given[value], _dim_of(value, dim, given[value]), 1, operation.path
+                        found.setdefault(key, set()).update(moved)
                     elif not given:
                         pairs.setdefault(relation.source, set()).update(moved)
                 elif isinstance(relation, Reshape) and len(relation.sources) == 1:
@@ -112,14 +112,14 @@ def find_writers(maps: Maps) -> list[Use]:
 
 
 _Pairs = dict[Axis, set[tuple[int, int]]]  # by dimension, its entries with the units that they hold
-_Place = tuple[str, Value, int, int, str]
+_Key = tuple[str, Value, int, int, str]
 
 
 def _identity(axis: Axis) -> set[tuple[int, int]]:
     return {(unit, unit) for unit in range(axis.size)}
 
 
-def _uses(found: dict[_Place, set[tuple[int, int]]]) -> list[Use]:
+def _uses(found: dict[_Key, set[tuple[int, int]]]) -> list[Use]:
     """Each weight once, whichever modules use it."""
     together: dict[tuple[str, Value, int, int], tuple[str, set[tuple[int, int]]]] = {}
     for (site, weight, dim, groups, path), pairs in found.items():
@@ -191,9 +191,9 @@ def _regroup(pairs: _Pairs, sources: tuple[Axis, ...], targets: tuple[Axis, ...]
     """Pass units on between dimensions of the same entries: an entry holds what takes part in it."""
     if not any(axis in pairs for axis in sources):
         return
-    places = np.arange(math.prod(axis.size for axis in sources))
-    before = np.unravel_index(places, [axis.size for axis in sources])
-    behind = np.unravel_index(places, [axis.size for axis in targets])
+    flat = np.arange(math.prod(axis.size for axis in sources))
+    before = np.unravel_index(flat, [axis.size for axis in sources])
+    behind = np.unravel_index(flat, [axis.size for axis in targets])
     for axis, entries in zip(sources, before, strict=True):
         units_of = defaultdict[int, list[int]](list)
         for entry, unit in pairs.get(axis, ()):

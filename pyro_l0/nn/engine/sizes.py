@@ -20,15 +20,15 @@ Arithmetic = Mapping[Callable[..., Any], Callable[..., Any]]
 
 
 class Holder(NamedTuple):
-    """Where an integer is held: path of the module, name of the attribute, and place in it if that has several."""
+    """Where an integer is held: path of the module, name of the attribute, and position in it if that has several."""
 
     path: str
     name: str
-    place: int | None = None
+    position: int | None = None
 
     def __str__(self) -> str:
-        place = "" if self.place is None else f"[{self.place}]"
-        return f"{self.path}.{self.name}{place}".removeprefix(".")
+        position = "" if self.position is None else f"[{self.position}]"
+        return f"{self.path}.{self.name}{position}".removeprefix(".")
 
 
 class Dimension(NamedTuple):
@@ -187,7 +187,7 @@ def follow_integers(network: nn.Module, notes: Notes) -> None:
             if type(value) is int:
                 vars(module)[name] = _held(value, notes, Holder(path, name))
             elif type(value) in (tuple, list) and all(type(x) is int for x in value):
-                held = [_held(x, notes, Holder(path, name, place)) for place, x in enumerate(value)]
+                held = [_held(x, notes, Holder(path, name, position)) for position, x in enumerate(value)]
                 vars(module)[name] = type(value)(held)
 
 

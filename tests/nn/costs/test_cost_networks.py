@@ -88,7 +88,10 @@ def count(analysis, example):
     """Multiply-adds per example of what stays, and whether something stays only lest a dimension be empty."""
     solution, products = analysis.solution, analysis.maps.products
     reasons = {
-        int(x) for product in products for axis in product.axes for x in solution.reasons[solution.units[axis.block]]
+        int(x)
+        for product in products
+        for axis in product.axes
+        for x in solution.reasons[solution.units[axis.dimension]]
     }
     is_empty = any(x >= 0 and solution.texts[x] == "the last of its dimension" for x in reasons)
     rows = len(example[0] if isinstance(example, tuple) else example)

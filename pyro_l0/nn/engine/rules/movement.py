@@ -37,7 +37,7 @@ def create(maps: Maps, operation: Operation) -> None:
     for output in operation.made:
         maps.set_state(output, state)
         if operation.name in _ORDERED and output.shape[0] > 1:  # which numbers they are, code can't say of fewer
-            maps.pin(maps.axes[output][0].block)
+            maps.pin(maps.axes[output][0].dimension)
 
 
 @rule(
@@ -228,8 +228,8 @@ def pad(maps: Maps, operation: Operation) -> None:
     state = CONSTANT if operation.arguments["value"] else ZERO
     is_constant = operation.arguments.get("mode", "constant") == "constant"
     for dim, size in enumerate(x.shape):
-        place = 2 * (x.rank - 1 - dim)
-        before, behind = amounts[place : place + 2] if place < len(amounts) else (0, 0)
+        start = 2 * (x.rank - 1 - dim)
+        before, behind = amounts[start : start + 2] if start < len(amounts) else (0, 0)
         if before == behind == 0:
             maps.passes(x, dim, output, dim, state)
         elif min(before, behind) < 0 or not is_constant:
@@ -264,9 +264,9 @@ def channel_shuffle(maps: Maps, operation: Operation) -> None:
     """Channels of several groups are shuffled; the groups stay, so that the same channels of all groups leave."""
     x, output, groups = operation.value("self"), operation.output, operation.integer("groups")
     maps.passes_rest(x, output, 1)
-    group, place = maps.fixed(groups), maps.free(x.shape[1] // groups)
-    maps.reshape([maps.axes[x][1]], [group, place])
-    maps.reshape([place, group], [maps.axes[output][1]])
+    group, channel = maps.fixed(groups), maps.free(x.shape[1] // groups)
+    maps.reshape([maps.axes[x][1]], [group, channel])
+    maps.reshape([channel, group], [maps.axes[output][1]])
 
 
 @rule("aten::view_as_complex", "aten::view_as_real")
@@ -336,13 +336,13 @@ def index(maps: Maps, operation: Operation) -> None:
     else:
         given = list(cast(Sequence[Value | None], operation.arguments["indices"]))
     tensors = [i for i in given if isinstance(i, Value)]
-    places = [d for d, i in enumerate(given) if i is not None]
+    indexed = [d for d, i in enumerate(given) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for i in tensors):
         if len(tensors) > 1:
             return maps.barrier()
-        used, first, rank = list(range(places[0], places[0] + tensors[0].rank)), places[0], 1
+        used, first, rank = list(range(indexed[0], indexed[0] + tensors[0].rank)), indexed[0], 1
     else:
-        used, rank = places, max(i.rank for i in tensors)
+        used, rank = indexed, max(i.rank for i in tensors)
         first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     _look_up(maps, x, tensors, output)
     for value in tensors:
@@ -351,8 +351,8 @@ def index(maps: Maps, operation: Operation) -> None:
     maps.fixes(output, *range(first, first + rank))
     passed = [d for d in range(x.rank) if d not in used]
     free = [d for d in range(output.rank) if not first <= d < first + rank]
-    for d, place in zip(passed, free, strict=True):
-        maps.passes(x, d, output, place, nonzero=max(map(maps.state, tensors)))
+    for d, target in zip(passed, free, strict=True):
+        maps.passes(x, d, output, target, nonzero=max(map(maps.state, tensors)))
 
 
 @rule("aten::index_add", "aten::index_copy", "aten::scatter_add", "aten::scatter", "aten::scatter_reduce")

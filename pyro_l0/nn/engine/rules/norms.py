@@ -43,8 +43,8 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
     for output in operation.made:
         least = _least(operation, output)
         maps.set_state(output, max(maps.state(x), least))
-        for place, dim in enumerate(rest):
-            maps.passes(x, dim, output, dim if keeps else place, least)
+        for index, dim in enumerate(rest):
+            maps.passes(x, dim, output, dim if keeps else index, least)
 
 
 _ORDERS = """cumsum cumprod cummax cummin logcumsumexp sort argsort topk roll _fft_c2c _fft_r2c _fft_c2r"""
@@ -144,7 +144,7 @@ def group_norm(maps: Maps, operation: Operation) -> None:
         maps.fixes(x, dim)
     channels = maps.axes[output][1]
     maps.tie(maps.axes[x][1], channels)
-    maps.box([maps.slots.new(groups), maps.fixed(channels.size // groups).block], channels.block)
+    maps.box([maps.slots.new(groups), maps.fixed(channels.size // groups).dimension], channels.dimension)
     maps.reads((x, 1), groups=groups, behind=channels)
     each = maps.states(x, 1).reshape(groups, -1).max(1).repeat(channels.size // groups)
     maps.set_states(output, 1, np.maximum(each, np.uint8(least)))

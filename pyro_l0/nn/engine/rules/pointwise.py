@@ -174,7 +174,7 @@ def gate(maps: Maps, operation: Operation) -> None:
     maps.same(x, unit_dim, output, unit_dim, where=~is_closed, tied=not is_closed.any())
     if is_closed.any():
         open_units = np.flatnonzero(~is_closed)
-        maps.slots.join_entries(front.block, open_units, behind.block, open_units)
+        maps.slots.join_entries(front.dimension, open_units, behind.dimension, open_units)
     maps.set_states(output, unit_dim, np.where(is_closed, np.uint8(ZERO), maps.states(x, unit_dim)))
     if maps.values is None:
         for axis in maps.axes[output]:

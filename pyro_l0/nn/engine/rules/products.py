@@ -103,14 +103,14 @@ def contract(
     output = maps.operation.output
     folds = folds and not operands[0][0].names and maps.takes_constants(operands[1][0], bias)
     sizes = {letter: size for x, term in operands for letter, size in zip(term, x.shape, strict=True) if size > 1}
-    places: dict[str, list[tuple[Value, int]]] = {}
+    of_letter: dict[str, list[tuple[Value, int]]] = {}
     for x, term in operands:
         for dim, letter in enumerate(term):
             if x.shape[dim] == sizes.get(letter, 1):
-                places.setdefault(letter, []).append((x, dim))
+                of_letter.setdefault(letter, []).append((x, dim))
             else:
                 maps.fixes(x, dim)  # one entry for all
-    for letter, found in places.items():
+    for letter, found in of_letter.items():
         if letter in result:
             for x, dim in found:
                 maps.same(x, dim, output, result.index(letter))
@@ -124,7 +124,7 @@ def contract(
     if bias is not None:
         _add(maps, bias, output)
     if len(operands) > 1:
-        axes: dict[str, Axis] = {letter: maps.axes[x][dim] for letter, ((x, dim), *_) in places.items()}
+        axes: dict[str, Axis] = {letter: maps.axes[x][dim] for letter, ((x, dim), *_) in of_letter.items()}
         maps.products.append(Product(maps.operation, tuple(axes.values())))
 
 
@@ -135,7 +135,7 @@ def _set_states(maps: Maps, operands: Sequence[_Labelled], result: str, output: 
     maps.set_state(output, ZERO if is_zero else max(wholes))
     for dim, letter in enumerate("" if is_zero else result):
         dims = [(x, term.index(letter) if letter in term else x.rank) for x, term in operands]
-        each = [maps.broadcast_states(x, place, output.shape[dim]) for x, place in dims]
+        each = [maps.broadcast_states(x, number, output.shape[dim]) for x, number in dims]
         zero = np.logical_or.reduce([states == ZERO for states in each])
         maps.set_states(output, dim, np.where(zero, np.uint8(ZERO), np.maximum.reduce(each)))
 
@@ -211,13 +211,13 @@ def _grouped(maps: Maps, x: Value, weight: Value, output: Value, groups: int, is
     In memory a weight, which may be computed, is (out, in of a group), or transposed (in, out of a group).
     """
     states, inputs, behind = maps.states(x, 1), maps.axes[x][1], maps.axes[output][1]
-    group, place_in, place_out = map(maps.free, (groups, x.shape[1] // groups, behind.size // groups))
-    maps.box([group.block, place_in.block], inputs.block)
-    maps.box([group.block, place_out.block], behind.block)
-    maps.tie(maps.axes[weight][1], place_out if is_transposed else place_in)
-    for place in (place_in, place_out):
-        if place.size == 1:
-            maps.pin(place.block)
+    group, channel_in, channel_out = map(maps.free, (groups, x.shape[1] // groups, behind.size // groups))
+    maps.box([group.dimension, channel_in.dimension], inputs.dimension)
+    maps.box([group.dimension, channel_out.dimension], behind.dimension)
+    maps.tie(maps.axes[weight][1], channel_out if is_transposed else channel_in)
+    for channel in (channel_in, channel_out):
+        if channel.size == 1:
+            maps.pin(channel.dimension)
     relations = maps.relations[maps.operation]
     if is_transposed:
         maps.reads((x, 1), (weight, 0), where=states != ZERO, groups=groups, behind=behind)

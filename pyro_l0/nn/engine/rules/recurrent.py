@@ -20,11 +20,11 @@ def recurrent(maps: Maps, operation: Operation) -> None:
     They leave where all recurrent weights and next layers that read them are zero, and nothing reads what is returned.
     """
     args, hidden = (*operation.args, *operation.kwargs.values()), operation.made[1]
-    place = next(number for number, arg in enumerate(args) if isinstance(arg, bool))
-    state, weights = args[place - 2], list(cast(Sequence[Value], args[place - 1]))
+    index = next(number for number, arg in enumerate(args) if isinstance(arg, bool))
+    state, weights = args[index - 2], list(cast(Sequence[Value], args[index - 1]))
     _count(maps, operation, weights)
-    each, directions = (4 if args[place] else 2), (2 if args[place + 4] else 1)
-    if len(weights) != each * directions * cast(int, args[place + 1]):
+    each, directions = (4 if args[index] else 2), (2 if args[index + 4] else 1)
+    if len(weights) != each * directions * cast(int, args[index + 1]):
         return maps.barrier()  # the units are projected
     _write(maps, operation, weights, [state] if isinstance(state, Value) else cast(Sequence[Value], state))
     for number in range(0, len(weights), each):
@@ -33,9 +33,9 @@ def recurrent(maps: Maps, operation: Operation) -> None:
         if number < each * directions:
             _read(maps, (operation.inputs[0], -1), (of_input, 1))
             continue
-        for entries in _blocks(of_input.shape[1], hidden.shape[2]):
+        for entries in _chunks(of_input.shape[1], hidden.shape[2]):
             units = np.arange(len(entries))
-            maps.slots.join_entries(maps.axes[of_input][1].block, entries, maps.axes[hidden][2].block, units)
+            maps.slots.join_entries(maps.axes[of_input][1].dimension, entries, maps.axes[hidden][2].dimension, units)
         _read(maps, (of_input, 1))
 
 
@@ -70,8 +70,8 @@ def _write(maps: Maps, operation: Operation, weights: Sequence[Value], states: S
     made, size = operation.made, operation.made[-1].shape[-1]
     for output in made:
         for weight in weights:
-            for rows in _blocks(weight.shape[0], size):
-                for entries in _blocks(output.shape[-1], size):
+            for rows in _chunks(weight.shape[0], size):
+                for entries in _chunks(output.shape[-1], size):
                     maps.part(weight, 0, output, output.rank - 1, rows, entries)
         for state in states if output.shape[-1] == size else ():
             maps.same(state, state.rank - 1, output, output.rank - 1)
@@ -83,15 +83,15 @@ def _write(maps: Maps, operation: Operation, weights: Sequence[Value], states: S
 
 def _count(maps: Maps, operation: Operation, weights: Sequence[Value]) -> None:
     """Each weight is used for every example and time."""
-    places = maps.axes[operation.inputs[0]][:-1]
-    maps.products += [Product(operation, (*maps.axes[weight], *places)) for weight in weights if weight.rank > 1]
+    positions = maps.axes[operation.inputs[0]][:-1]
+    maps.products += [Product(operation, (*maps.axes[weight], *positions)) for weight in weights if weight.rank > 1]
 
 
-def _blocks(length: int, size: int) -> list[Index]:
-    """The entries of each block of ``size``."""
+def _chunks(length: int, size: int) -> list[Index]:
+    """The entries of each chunk of ``size``."""
     return list(np.arange(length).reshape(-1, size))
 
 
-def _read(maps: Maps, *places: tuple[Value, int]) -> None:
+def _read(maps: Maps, *operands: tuple[Value, int]) -> None:
     """Entries are read together where none of the factors is zero."""
-    maps.reads(*places, where=np.logical_and.reduce([maps.states(*place) != ZERO for place in places]))
+    maps.reads(*operands, where=np.logical_and.reduce([maps.states(*operand) != ZERO for operand in operands]))
