@@ -22,7 +22,7 @@ from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.guides.mean_field import carried, transform_to_support
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.runs import generators_kept
-from pyro_l0.infer.slabs import Conditional, GateSite, check_used, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, gate_site
 
 #: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
 SUM_OUT = (
@@ -112,7 +112,6 @@ def check_slabs(
                 f"Expected slab to give the gate site, one of {sorted(gates)}, of latent weights of the model, but got "
                 f"{gate_site(switch)!r} of {slab!r}."
             )
-    check_used(slabs, {name: gate.batch_shape for name, gate in gates.items()})
 
 
 def check_auxiliary(name: str, site: Site) -> None:

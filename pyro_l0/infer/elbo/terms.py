@@ -37,7 +37,7 @@ from pyro_l0.infer.elbo.pairs import (
     own_densities,
 )
 from pyro_l0.infer.record import Site
-from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, check_used, gate_site
 
 Kind = Literal["observed", "slab", "other", "gates"]
 
@@ -158,6 +158,7 @@ def site_groups(run: Run, options: Options) -> Iterator[SiteGroup]:
         if _is_drawn(site) and name not in model:
             check_auxiliary(name, site)
             yield SiteGroup("other", (name,), run)
+    check_used(options.slab, {name: gate.batch_shape for name, gate in gates.items()})
     groups: dict[int | str, list[str]] = {}
     for name in guide:
         if name in gates:
