@@ -137,12 +137,7 @@ class _Comparison:
         found: list[tuple[float, float]] = []
         gradients: float | None = 0.0
         for call in examples:
-            try:
-                apart, here = self._compare(call)
-            except Exception as error:
-                if training:
-                    raise _NotComparableError from error
-                raise
+            apart, here = self._compare(call, training)
             found.append(apart)
             if here is not None and not here <= _TIE:
                 here = self._off_ties(call, here)
@@ -168,14 +163,25 @@ class _Comparison:
             return found
         return found if beside is None or not beside < found else beside
 
-    def _compare(self, call: Arguments) -> tuple[tuple[float, float], float | None]:
+    def _compare(self, call: Arguments, training: bool = False) -> tuple[tuple[float, float], float | None]:
         """The difference and the largest of outputs; the relative difference of gradients, None if there are none."""
         try:
-            expected, wanted = _outputs_and_gradients(self.reference, call)
-        except RuntimeError:  # as code for inference raises
-            return difference(run(self.reference, call), run(self.small, call)), None
+            expected, wanted = self._expected(call)
+        except Exception as error:
+            if training:
+                raise _NotComparableError from error
+            raise
+        if wanted is None:
+            return difference(expected, run(self.small, call)), None
         outputs, got = _outputs_and_gradients(self.small, call)
         return difference(expected, outputs), self._gradient_difference(wanted, got)
+
+    def _expected(self, call: Arguments) -> tuple[list[Tensor], dict[str, Tensor] | None]:
+        """Outputs and gradients of the first network; code for inference has no gradients."""
+        try:
+            return _outputs_and_gradients(self.reference, call)
+        except RuntimeError:
+            return run(self.reference, call), None
 
     def _gradient_difference(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
         """Relative to the largest gradient."""
