@@ -257,7 +257,7 @@ class TargetState(TypedDict):
     integral: Tensor
     of_loss: Tensor
     of_penalty: Tensor
-    coefficients: Tensor | None
+    prices: Tensor | None  # the penalty coefficients, by the name that checkpoints have
 
 
 class SparsityTarget:
@@ -567,7 +567,7 @@ class SparsityTarget:
             "integral": self._integral.clone(),
             "of_loss": self._of_loss.clone(),
             "of_penalty": self._of_penalty.clone(),
-            "coefficients": self._coefficients,
+            "prices": self._coefficients,
         }
 
     def load_state_dict(self, state: TargetState) -> None:
@@ -585,8 +585,8 @@ class SparsityTarget:
             x.to(self._integral).clone() for x in (state["integral"], state["of_loss"], state["of_penalty"])
         )
         self._coefficients = None
-        if state["coefficients"] is not None:
-            self._put_coefficients(state["coefficients"].to(self._integral))
+        if state["prices"] is not None:
+            self._put_coefficients(state["prices"].to(self._integral))
 
 
 def _grad(location: Tensor) -> Tensor:
