@@ -115,8 +115,8 @@ class NormalForms(Statements):
         self._some: dict[frozenset[int], int] = {}
         self._literals: dict[int, int] = {}
         self._with_clause: dict[Clause, set[int]] = {}  # literals of statements that have it
-        self._gate_cases = _cases(sizes)
-        self._cases: dict[int, int] = {}  # by statement
+        self._literal_cases = dict(enumerate(_cases(sizes)))  # of the gates; of others when they are asked for
+        self._cases: dict[Clause, int] = {}
         self._implied: dict[Clause, tuple[set[Clause], set[Clause]]] = {}  # what was asked about a clause, and yes
 
     def clauses(self, statement: int) -> tuple[Clause, ...]:
@@ -164,15 +164,18 @@ class NormalForms(Statements):
 
     def _cases_with(self, statement: int) -> int:
         """The cases in which a statement holds, a bit for each."""
-        if statement not in self._cases:
-            clauses = (reduce(int.__or__, map(self._cases_of, clause), 0) for clause in self._clauses[statement])
-            self._cases[statement] = reduce(int.__and__, clauses, (1 << _CASES) - 1)
-        return self._cases[statement]
+        return reduce(int.__and__, map(self._cases_of, self._clauses[statement]), (1 << _CASES) - 1)
 
-    def _cases_of(self, literal: int) -> int:
-        if literal < self._gates:
-            return self._gate_cases[literal]
-        return self._cases_with(self.of_literals[literal - self._gates])
+    def _cases_of(self, clause: Clause) -> int:
+        """The cases in which a clause holds."""
+        if clause not in self._cases:
+            self._cases[clause] = reduce(int.__or__, map(self._cases_of_literal, clause), 0)
+        return self._cases[clause]
+
+    def _cases_of_literal(self, literal: int) -> int:
+        if literal not in self._literal_cases:
+            self._literal_cases[literal] = self._cases_with(self.of_literals[literal - self._gates])
+        return self._literal_cases[literal]
 
     def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
         """One of several statements: what all have in common, and one of what else there is to each."""
