@@ -57,7 +57,7 @@ def refused(capfd, monkeypatch, *arguments):
         ("--lam 0.1 0.2", "lam with 1 or 3 entries, one per gate site, but got 2"),
         ("--lam 0.05 --target-of weights", "target_of with target only, but got 'weights'"),
         ("--lam 0.05 --retrain-noise 0.1", "retrain_noise of 0 without retrain, but got 0.1"),
-        ("--epochs 1 --target 0.1 --batch-size 1000", "steps to be an integer of at least 10, but got 2"),
+        ("--epochs 1 --target 0.1 --batch-size 1000", "steps of at least 10, but got 2"),
         ("--hold-out 1437", "hold out between 1 and 1436 images, but got 1437"),
         ("--epochs ten", "invalid literal for int"),
         ("--epoch 10", "Unrecognized options"),

@@ -63,7 +63,7 @@ def test_what_holds_no_tensors(bad):
         FixedGate(bad)
     with pytest.raises(TypeError, match="Expected plan to be the plan of a compacted network"):
         apply_plan(nn.Linear(2, 2), bad)
-    with pytest.raises(TypeError, match="Expected a gate, but got"):
+    with pytest.raises(TypeError, match="Expected gate to be a gate, but got"):
         pathwise_noise(bad)
 
 
