@@ -386,7 +386,7 @@ def plot_credible_sets(
         The axes.
 
     Raises:
-        ValueError: a set names a feature that does not exist.
+        ValueError: a set names a feature that does not exist, or there are more or fewer names than features.
 
     Example:
         >>> axes = plot_credible_sets(
@@ -397,6 +397,8 @@ def plot_credible_sets(
     """
     matrix = as_array(correlation)
     members = [np.asarray(features) for features in sets]
+    if names is not None and len(names) != len(matrix):
+        raise ValueError(f"Expected a name for each of {len(matrix)} features, but got {len(names)}.")
     shown = np.concatenate(members).astype(int)
     if shown.min() < 0 or shown.max() >= len(matrix):
         raise ValueError(f"Expected numbers of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")

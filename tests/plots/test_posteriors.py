@@ -62,6 +62,10 @@ def test_credible_sets_over_correlations():
         ),
         (lambda: plot_inclusion([1.5], [0.0], [1.0]), r"active_probs in \[0, 1\]"),
         (lambda: plot_credible_sets([[0, 4]], CORRELATION), "from 0 to 3"),
+        (
+            lambda: plot_credible_sets([[0]], CORRELATION, names=list("abcde")),
+            "a name for each of 4 features, but got 5",
+        ),
     ],
 )
 def test_what_is_refused(draw, message):
