@@ -193,11 +193,11 @@ def test_draws_under_vmap(family):
 def test_traces_are_of_any_parameters(family):
     """``torch.jit.trace``, by which Pyro's Jit ELBOs run: values and gradients at other parameters, draws included."""
     x = double((FAMILIES | OTHERS)[family].values())
-    found = {"mean": lambda gate: gate.mean, "kl": lambda gate: kl_divergence(gate, HardConcrete(0.1, 0.5))}
+    found = {"mean": lambda gate: gate.mean, "kl": lambda gate: kl_divergence(gate, HardConcrete(*double([0.1, 0.5])))}
     if family is BernoulliGate:
         found["kl to itself"] = lambda gate: kl_divergence(gate, family(0.3))
     if family in FAMILIES:
-        found["kl from another"] = lambda gate: kl_divergence(RectifiedNormal(0.3, 0.5), gate)
+        found["kl from another"] = lambda gate: kl_divergence(RectifiedNormal(*double([0.3, 0.5])), gate)
         found["draw"] = lambda gate: (gate.rsample((30,)) ** 2).sum()
     for name, quantity in found.items():
 

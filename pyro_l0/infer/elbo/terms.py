@@ -181,7 +181,9 @@ class Term(NamedTuple):
     Attributes:
         name: its name in :meth:`L0_ELBO.terms <pyro_l0.infer.L0_ELBO.terms>`.
         value: a function of a :class:`~pyro_l0.infer.elbo.terms.SiteGroup` and the objective that returns what these
-            sites add to the loss, in nats, shape ``()``; None for nothing.
+            sites add to the loss, in nats, shape ``()``; None for nothing. The loss adds up the values of all groups
+            and particles, of which a group may hold several (``vectorize_particles``): a sum over gates is right
+            everywhere, and a function of the number of all open gates is not.
         kind: the kind of sites that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"``.
         is_kl: whether ``kl_scale`` scales it.
         uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator for binary gates.
@@ -191,10 +193,10 @@ class Term(NamedTuple):
         >>> import pyro
         >>> from pyro_l0 import HardConcrete
         >>> from pyro_l0.infer import L0_ELBO, AutoGate
-        >>> few = Term("few", lambda group, elbo: (group.active_prob.sum() - 1) ** 2, "gates")
+        >>> sure = Term("sure", lambda group, elbo: (group.active_prob * (1 - group.active_prob)).sum(), "gates")
         >>> guide = AutoGate(lambda: pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1)), init_jitter=0.0)
-        >>> round(L0_ELBO("l0", extra_terms=[few]).loss(guide.model, guide), 2)  # (3 * 0.9 - 1) ** 2
-        2.89
+        >>> round(L0_ELBO("l0", extra_terms=[sure]).loss(guide.model, guide), 2)  # 3 * 0.9 * 0.1
+        0.27
     """
 
     name: str
@@ -423,7 +425,7 @@ def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
     if objective not in OBJECTIVES:
         *others, last = map(repr, OBJECTIVES)
         raise ValueError(f"Expected objective {', '.join(others)} or {last}, but got {objective!r}.")
-    names = [term.name for term in TERMS]
+    names = list(dict.fromkeys(term.name for term in (*TERMS, *OBJECTIVES[objective])))
     for term in extra_terms:
         expect(Term, "a pyro_l0.infer.elbo.terms.Term", **{"each of extra_terms": term})
         if term.kind not in get_args(Kind):

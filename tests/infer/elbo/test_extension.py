@@ -298,3 +298,11 @@ def test_what_is_no_guide_over_gates_is_refused():
         SparsityTarget(nn.Linear(1, 1), {"z": 0.5}, steps=100)
     with pytest.raises(TypeError, match="posterior, locations for a gradient, but got a function without posterior"):
         measure_gradient(L0_ELBO("l0"), two_sites, lambda: None)
+
+
+def test_an_extra_term_of_a_name_of_its_row_is_refused(monkeypatch):
+    """Two terms of one name would be added up, and one's ``is_kl`` would scale both."""
+    own = Term("own", lambda group, elbo: group.active_prob.sum())
+    monkeypatch.setitem(OBJECTIVES, "with own", (*OBJECTIVES["l0"], own))
+    with pytest.raises(ValueError, match=r"names other than .*'own'.*, but got 'own'"):
+        L0_ELBO("with own", extra_terms=[own])
