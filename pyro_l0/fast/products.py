@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pyro_l0.fast.switch import is_on
 
@@ -18,13 +19,17 @@ _top_hooks: Callable[[bool], object] = getattr(
 )
 
 
+# What gives the product away to be changed without that its version counts.
+_UNSEEN = {Tensor.data.__get__, Tensor.detach, Tensor.numpy}  # type: ignore[attr-defined]
+
+
 class _Factors(NamedTuple):
     """What a product was made of, and how often each of the three had been changed in place."""
 
     units: Tensor
     gates: Tensor
     dim: int
-    versions: tuple[int, int, int]
+    versions: tuple[int, ...]
 
 
 class _GatedProduct(Tensor):
@@ -45,11 +50,16 @@ class _GatedProduct(Tensor):
     ) -> object:
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # another library's tensors know what to do with a plain one
+        if func in _UNSEEN and type(args[0]) is cls:
+            args[0].factors = args[0].factors._replace(versions=())
         with torch._C.DisableTorchFunctionSubclass():
             if (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1 and _is_cheaper(func, args[0], args[1]):
                 units, gates, _, _ = args[0].factors
                 weight = args[1] * aligned(args[1], gates, -1 if func is F.linear else 1)
                 args = (units, weight, *args[2:])
+            # The first call of a module that was compiled by itself runs under a mode that takes no subclass.
+            if torch._C._len_torch_dispatch_stack() and torch._guards.active_fake_mode() is None:
+                args, kwargs = tree_map_only(cls, lambda x: x.as_subclass(Tensor), (args, kwargs))
             return func(*args, **(kwargs or {}))
 
 

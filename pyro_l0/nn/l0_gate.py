@@ -204,7 +204,7 @@ class L0Gate(GateLayer):
         z, is_kept = self._value(in_block) if self.training else (self.test_gate, False)
         name, dim = self.site_name or self, self.dim if dim is None else dim
         if x is None:
-            out = z.view_as(z) if is_kept else z
+            out = z.clone()  # not the value that the other calls of the gate have, which it may be changed in
         else:
             check_units(x, self.size, dim, name)
             out = self.multiply(x, z, dim, in_block)
@@ -221,7 +221,8 @@ class L0Gate(GateLayer):
     def _value(self, in_block: bool) -> tuple[Tensor, bool]:
         """The value of the network's call, or an own one, and whether the graph behind the gate must keep it."""
         drawn, is_backward = self.drawn, in_block and torch._C._current_graph_task_id() != -1
-        if drawn is not None and drawn.with_grad == torch.is_grad_enabled():
+        now = torch.is_grad_enabled(), torch._C._current_graph_task_id() if in_block else -1
+        if drawn is not None and (drawn.with_grad, drawn.task if in_block else -1) == now:
             if in_block:
                 values = _in_blocks.setdefault(self, WeakValueDictionary())
                 state = _random_state(drawn.value)
@@ -266,6 +267,7 @@ class Drawn(NamedTuple):
     value: Tensor
     with_grad: bool  # whether it was drawn with a graph
     by: nn.Module  # the network
+    task: int = -1  # the backward pass in which it was drawn
 
 
 # By gate and random state, its value in a checkpointed block, for as long as a graph may run the block again.
@@ -322,7 +324,7 @@ class _CallHook:
         for are_same in (True, False):
             own = [gate for gate in gates if gate.sync_draws == are_same]
             for gate, value in zip(own, draw(own) if own else [], strict=True):
-                gate.drawn = Drawn(value, torch.is_grad_enabled(), network)
+                gate.drawn = Drawn(value, torch.is_grad_enabled(), network, torch._C._current_graph_task_id())
 
     def forget(self, network: nn.Module, args: object, output: object) -> None:
         """Let gates draw by themselves again."""

@@ -441,8 +441,14 @@ class GatedPhase(Phase):
         """The loss with a draw of the gates."""
         return self._loss(self.network, batch)
 
+    def step(self, group: Sequence[object]) -> Tensor:
+        """The step of any phase; the loss is NaN, too, where a gradient of the gates is not finite."""
+        return super().step(group) + self._zero
+
     def update(self) -> None:
         """Move weights and gates, and then the target's multiplier."""
+        gradients = [x.grad.flatten() for x in self.budget.gates.locations() if x.grad is not None]
+        self._zero = 0 * torch.cat(gradients).sum() if gradients else torch.zeros(())  # the budget takes NaN as 0
         average_gradients(self._weights)
         self.optimiser.step()
         if self.schedule is not None:

@@ -18,7 +18,7 @@ from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.infer.target.sparsity_target import TargetReport
-from pyro_l0.nn import NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import FixedGate
@@ -217,7 +217,7 @@ class Run:
             "autocast": str(self.training.autocast),
             "optimiser": type(optimiser).__name__,
             "schedule": type(self.phase.schedule).__name__,
-            "gates": self.counts.sizes,
+            "gates": {site: _kind(gate) for site, gate in self.phase.budget.gates.sites.items()},
             "loss": fingerprint(self.loss.function),
             "distil": taught and [taught.weight, fingerprint(taught.by) if callable(taught.by) else taught.by],
             "optimiser's numbers": numbers(options),
@@ -277,6 +277,13 @@ def _sites_left(gated: nn.Module, compacted: nn.Module) -> set[str]:
     }
     left = [path for path, module in compacted.named_modules() if isinstance(module, FixedGate)]
     return {site for path, site in sites.items() if any(x == path or x.startswith(f"{path}.") for x in left)}
+
+
+def _kind(gate: L0Gate) -> list[str]:
+    """The family of gates, their number, and what of them is not learned."""
+    gates = gate.distribution
+    fixed = [f"{name}={getattr(gates, name)}" for name in gates.defaults if name not in gates.learned]
+    return [type(gates).__name__, str(gates.batch_shape.numel()), *fixed]
 
 
 def fingerprint(value: object) -> str:

@@ -205,6 +205,7 @@ def make_design(
     factor_of: NDArray[np.intp] | None = None,
     weight: NDArray[np.float64] | None = None,
     names: Sequence[str] = (),
+    outputs: int = 1,
 ) -> Design:
     """The problem of a regression with spike-and-slab coefficients.
 
@@ -232,6 +233,7 @@ def make_design(
             by one divisor: the root of their summed variances, so that the factor counts as one feature of deviation 1.
         weight: how many observations each row stands for, shape ``(n,)``, all positive; one by default.
         names: of the features, for messages.
+        outputs: number of classes of categorical observations, of which the last may have no row.
 
     Raises:
         TypeError: a flag, rate or scale has the wrong type.
@@ -279,7 +281,7 @@ def make_design(
         noise_unit=size,
     )
     _check_scales(prior, size if gaussian else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
-    outputs = int(observations.max()) + 1 if family == "categorical" else 1
+    outputs = max(outputs, int(observations.max()) + 1) if family == "categorical" else 1
     if gaussian and (fit_intercept or weight is not None):
         rows = np.column_stack([features, observations])
         root = np.ones(len(rows)) if weight is None else np.sqrt(weight)

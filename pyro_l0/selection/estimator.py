@@ -16,6 +16,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
+from pyro_l0.expect import expect_count
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Columns, Design, coded, levels_of, make_design, tabular
 from pyro_l0.selection.methods import METHODS, find_posterior
@@ -152,6 +153,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             factor_of=self._columns.feature_of if levels else None,
             weight=weight,
             names=self._column_names(),
+            outputs=len(getattr(self, "classes_", ())) or 1,
         )
         seed = seed_of(self.random_state)
         posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
@@ -213,6 +215,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             ``slab_scale``, ``rate`` and, where the family has noise, ``noise_scale``, shape ``(n,)`` each.
         """
         check_is_fitted(self)
+        expect_count(1, n=n)
         kept = len(self.draws_.rate)
         more = np.random.default_rng(kept).integers(kept, size=max(0, n - kept))
         draws = rows_of(self.draws_, np.concatenate([np.arange(min(n, kept)), more]))
@@ -235,6 +238,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             Lower and upper ends, shape ``(*coef_.shape, 2)``.
         """
         check_is_fitted(self)
+        if not 0 < level < 1:
+            raise ValueError(f"Expected a level between 0 and 1, but got {level!r}.")
         ends = quantiles(self.draws_.coefficients, ((1 - level) / 2, (1 + level) / 2))
         return np.moveaxis(self._as_coef(ends), 0, -1)
 

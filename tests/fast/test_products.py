@@ -283,3 +283,23 @@ def test_what_never_asks_a_subclass_gets_the_product():
     dense.register_full_backward_hook(lambda module, grad_in, grad_out: None)
     dense(gated_product(rows, gates)).sum().backward()
     torch.testing.assert_close(gates.grad, (dense.weight.sum(0) * rows.sum(0)).detach())
+
+
+@pytest.mark.parametrize("change", [lambda x: x.data.clamp_(min=0), lambda x: x.detach().numpy().fill(1.0)])
+def test_values_that_are_changed_behind_torchs_back_count(change):
+    x, z = factors(8, 4, make=torch.randn)
+    layer = nn.Linear(4, 2)
+    h = gated_product(x, z)
+    change(h)
+    torch.testing.assert_close(layer(h), F.linear(torch.Tensor(h.detach().numpy()), layer.weight, layer.bias))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_layer_that_is_compiled_by_itself_reads_a_product():
+    x, z = factors(64, 4)
+    layer = nn.Linear(4, 3)
+    expected = gradients(layer(gated_product(x, z)), (x, z))
+    layer.compile(backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(gradients(layer(gated_product(x, z)), (x, z)), expected)

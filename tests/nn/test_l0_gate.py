@@ -259,3 +259,21 @@ def test_gates_drawn_before_a_loop_are_refused_before_the_training():
 
     with pytest.raises(ValueError, match=r"whose use can't be followed. Write .* gate\(h\) at each step of a loop"):
         suggest_gates(Steps(), torch.ones(2, 3, 4))
+
+
+def test_values_of_gates_may_be_changed_in_place():
+    """They are the caller's own, and not those with which the network's call multiplies."""
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = L0Gate(3)
+
+        def forward(self, x):
+            self.gate().clamp_(max=0)
+            return self.gate(x)
+
+    network = Network()
+    NetworkGates(network)
+    torch.manual_seed(0)
+    assert network(torch.ones(2, 3)).any()

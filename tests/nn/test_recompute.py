@@ -216,3 +216,26 @@ def test_a_gate_in_front_of_a_checkpointed_block(block):
     ours = torch.autograd.grad(out.square().sum(), leaves)
     expected = torch.autograd.grad(block(layer)(x * z).square().sum(), leaves)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_pass_inside_of_the_call(use_reentrant):
+    """A block that runs again has the gates of its own first run, though the network's call has others."""
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = L0Gate(3, init_active_prob=0.5)
+
+        def forward(self, x):
+            y = checkpoint(self.gate, x, use_reentrant=use_reentrant).square().sum()
+            y.backward()
+            return y.detach()
+
+    network = Inside()
+    NetworkGates(network)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.ones(1, 3, requires_grad=True)
+        y = network(x)
+        torch.testing.assert_close(x.grad.sum() / 2, y)  # the derivative of (z x)^2 at x = 1

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from pyro_l0.nn import L0Gate
 from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, X, Y, digit_batches, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -150,3 +151,16 @@ def test_workers_that_persist_give_whole_epochs():
     assert sum(entry["step"] == 30 for entry in result.history) == 1
     assert [entry["epoch"] for entry in result.history] == list(range(1, len(result.history) + 1))
     assert seen[-9:] == [20] * 9
+
+
+@pytest.mark.parametrize("other", [{"temperature": 0.2}, {"temperature": 0.6, "gamma": -0.2}])
+def test_gates_of_other_options_are_another_run(tmp_path, other):
+    path = tmp_path / "run.pt"
+
+    def gates(options):
+        return {"second": L0Gate(24, family_options=options)}
+
+    with pytest.raises(StoppedError):
+        run(stop=2, path=path, budget=0.8, gates=gates({"temperature": 0.6}))
+    with pytest.raises(ValueError, match="gates"):
+        run(path=path, resume=True, budget=0.8, gates=gates(other))

@@ -271,3 +271,10 @@ def test_arviz_gets_what_it_asks_for(kind):
     again = found["posterior_predictive"]["y"][0].values
     assert again.mean() == pytest.approx(observed.mean(), abs=5 * observed.std() / np.sqrt(len(observed)))
     np.testing.assert_allclose(found["constant_data"]["P(z != 0)"].values, model.pip_)
+
+
+@pytest.mark.parametrize("call", [lambda model: model.sample(0), lambda model: model.interval(-0.5)])
+def test_numbers_out_of_range_are_refused(call):
+    """Before, no draws, and intervals with their ends exchanged."""
+    with pytest.raises(ValueError, match=r"Expected .*, but got (0|-0.5)"):
+        call(SpikeSlabRegressor(random_state=0).fit(np.eye(5), np.arange(5.0)))

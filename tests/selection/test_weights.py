@@ -110,3 +110,15 @@ def test_weights_that_leave_nothing_beside_an_intercept():
     _, x, eta, _ = grouped(3, 30)
     with pytest.raises(ValueError, match=r"weights that sum to more than 1, .* but got 1\. Multiply relative weights"):
         SpikeSlabRegressor().fit(x, eta, sample_weight=np.full(30, 1 / 30))
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_class_of_weight_zero_keeps_its_coefficients(gone):
+    """It has a row in them and a column in the probabilities, whichever it is."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 3))
+    y = np.digitize(2 * x[:, 0] + rng.normal(size=60), [-1, 1])
+    model = SpikeSlabClassifier(random_state=0).fit(x, y, np.where(y == gone, 0.0, 1.0))
+    assert model.coef_.shape == (3, 3)
+    assert model.predict_proba(x[:2]).shape == (2, 3)
+    assert len(model.summary()) == 9

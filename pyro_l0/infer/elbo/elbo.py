@@ -177,7 +177,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         super().__init__(  # type: ignore[no-untyped-call]
             num_particles=num_particles,
             max_plate_nesting=max_plate_nesting,
-            vectorize_particles=vectorize_particles,
+            vectorize_particles=vectorize_particles and estimator in (None, "leave_one_out"),
         )
         self.objective = objective
         self.lam = as_dict(lam)

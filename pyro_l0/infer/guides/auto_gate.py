@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Self, TypeVar
@@ -207,6 +208,8 @@ class AutoGate(AutoGuide):
         for rate in init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]:
             check_rate("init_active_prob", rate, family.__name__)
         expect(Real, "a number", init_jitter=init_jitter)
+        if not 0 <= init_jitter < math.inf:
+            raise ValueError(f"Expected init_jitter of at least 0, but got {init_jitter!r}.")
         expect(Mapping | None, "a dict of arguments of the family", family_options=family_options)
         self.family = family
         self.init_active_prob = init_active_prob
@@ -253,6 +256,9 @@ class AutoGate(AutoGuide):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Load a state before the first call, too, which finds the parameters here and keeps them."""
+        bad = [name for name, x in state_dict.items() if name.startswith(prefix) and bool(x.isnan().any())]
+        if bad:
+            raise ValueError(f"Expected a state of numbers, but {bad[0]!r} has NaN.")
         if self.prototype_trace is None:
             sites = self.sites
             for name, value in state_dict.items():

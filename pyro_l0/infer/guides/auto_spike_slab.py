@@ -14,7 +14,7 @@ from torch.distributions.utils import clamp_probs
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
@@ -281,6 +281,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         References:
             Zanella and Roberts (2019), arXiv:1805.00541.
         """
+        expect_count(1, chains=chains, flips=flips)
         if self.prototype_trace is None:
             self(*args, **kwargs)
         self._check_model()

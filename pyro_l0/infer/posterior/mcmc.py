@@ -234,8 +234,10 @@ def sample_posterior(
 
     Raises:
         TypeError: a number is not whole.
-        ValueError: a latent variable is discrete but not a gate, there are more than 12 Bernoulli gates, the model
-            branches on them, ``slab`` names other sites, or no start with a finite density was found.
+        NotImplementedError: a latent variable is discrete but not a gate.
+        KeyError: ``slab`` names other sites.
+        ValueError: there are more than 12 Bernoulli gates, the model branches on them, or no start with a finite
+            density was found.
 
     Warns:
         UserWarning: do not trust the draws: chains disagree, probabilities move when coefficients are exchanged, or

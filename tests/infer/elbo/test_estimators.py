@@ -192,3 +192,19 @@ def test_a_cost_of_another_shape_than_the_gates_is_refused():
     gates = {"z": BernoulliGate(logits=torch.zeros(3, 2, requires_grad=True))}
     with pytest.raises(ValueError, match=r"first sizes of \(3, 2\), a site's gates, but got \(2,\)"):
         Estimators("arm")(lambda values: Evaluation({}, values["z"].sum(0)), gates, 1)
+
+
+@pytest.mark.parametrize("name", [*UNBIASED, "straight_through"])
+def test_a_loss_without_gradients_is_that_of_the_particles(name):
+    """Also where particles were asked for together, which only leave-one-out draws so."""
+
+    def model():
+        z = pyro.sample("z", BernoulliGate(probs=torch.full((3,), 0.5)).to_event(1))
+        pyro.factor("y", -((z.sum() - 1) ** 2))
+
+    def guide():
+        pyro.sample("z", BernoulliGate(logits=torch.zeros(3, requires_grad=True)).to_event(1))
+
+    torch.manual_seed(0)
+    elbo = L0_ELBO(estimator=name, num_particles=400, vectorize_particles=True, max_plate_nesting=0)
+    assert elbo.loss(model, guide) == pytest.approx(1.0, abs=0.3)  # variance 1.5, four standard errors

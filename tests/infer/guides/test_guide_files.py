@@ -144,3 +144,12 @@ def test_a_first_call_that_fails_leaves_a_fresh_guide():
 def test_a_temper_is_a_number_or_a_function(temper):
     with pytest.raises(ValueError, match=r"temper to be a number in \(0, 1\] or a function of the step"):
         L0_ELBO("l0", temper=temper)
+
+
+def test_a_state_with_nan_is_refused():
+    """Its gates would read as surely closed."""
+    state = trained().state_dict()
+    name = next(name for name in state if name.endswith("log_alpha"))
+    state[name][0] = float("nan")
+    with pytest.raises(ValueError, match=f"{name!r} has NaN"):
+        new().load_state_dict(state)

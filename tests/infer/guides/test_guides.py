@@ -188,3 +188,15 @@ def test_reparameterised_gates_keep_their_mask():
     trace = poutine.trace(poutine.reparam(model, {"z": RectifyReparam()})).get_trace()
     trace.compute_log_prob()
     assert trace.nodes["z_base"]["log_prob"].ne(0).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("jitter", [-1.0, math.inf, math.nan])
+def test_a_jitter_that_is_no_deviation_is_refused(jitter):
+    with pytest.raises(ValueError, match="init_jitter of at least 0, but got"):
+        AutoGate(model, init_jitter=jitter)
+
+
+@pytest.mark.parametrize("options", [{"chains": 0}, {"flips": 0}])
+def test_refine_without_chains_is_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} of at least 1, but got 0"):
+        AutoSpikeSlab(model, slab={"b": "a.z"}).refine(**options)
