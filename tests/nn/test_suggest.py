@@ -10,7 +10,7 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
 
@@ -152,6 +152,19 @@ def test_a_branch_that_a_layer_reads_is_no_output_though_it_reaches_one():
     assert set(suggest_gates(network, torch.randn(2, 6))) == {"f.1", "f.2", "g.1"}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pruning_corrects_every_output():
+    """The units inside leave, none of the outputs; the report says where there is no gate."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    network = Net(lambda net, x: x + net.f(x), f=nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 6)))
+    result = prune(
+        network, F.mse_loss, [(x[i : i + 16], x[i : i + 16].flip(1)) for i in range(0, 64, 16)], x[:2], 0.2, epochs=20
+    )
+    assert (result.network.f[0].out_features, result.network.f[2].out_features) == (6, 6)
+    assert "it makes the network's output" in result.report.skipped["f.2"]
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_attention_and_places_that_are_refused():
     """Heads by gate_heads; what is called twice or makes no tensor is named."""
@@ -259,7 +272,39 @@ def test_recurrent_units_have_their_gate_behind_the_layer(behind):
     assert (at.gate.size, at.coupled, at.weights) == (8, (), 3 * (8 + 8 + 8 - 1) + 2)  # a recurrent unit reads itself
 
 
+def test_recurrent_units_that_are_others_too_are_coupled():
+    """A norm makes another number of a zero, a stream adds one to it, and a decoder starts from an encoder's state."""
+
+    class Translation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder, self.last = nn.LSTM(4, 8), nn.LSTM(3, 8), nn.Linear(8, 2)
+
+        def forward(self, one, other):
+            return self.last(self.decoder(other, self.encoder(one)[1])[0])
+
+    x = torch.randn(2, 5, 4)
+    found = [suggest_gates(Recurrent(nn.LayerNorm(8)), x), suggest_gates(Recurrent(nn.ReLU(), True), x)]
+    assert [{at.path: at.coupled for at in one.locations}["layer"] for one in found] == [
+        ("behind",),
+        ("enter", "behind"),
+    ]
+    assert set(suggest_gates(Translation(), (x, torch.randn(3, 5, 3)))) == {"encoder", "decoder"}
+
+
 # --- every gate that is suggested can be cut ------------------------------------------------------
+
+
+def width_of_the_input(net, x):
+    batch, length, width = (x := net.first(x)).shape
+    q, k, v = net.qkv(x).view(batch, length, 3, 2, -1).permute(2, 0, 3, 1, 4)
+    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)))
+
+
+def literal_heads(net, x):
+    q, k, v = net.qkv(net.first(x)).chunk(3, -1)
+    q, k, v = (y.reshape(*y.shape[:-1], 2, 8).transpose(1, 2) for y in (q, k, v))
+    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
 
 
 def pick(x):
@@ -270,6 +315,31 @@ def pick(x):
 
 def checked_width(net, x):
     return net.out(net.proj(pick(net.first(x).relu())).tanh())
+
+
+def literal_parts(net, x):
+    a, b, c = torch.split(net.qkv(net.first(x).relu()), [16, 16, 16], -1)
+    return net.out(net.proj(a) + b * c)
+
+
+@pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")
+@pytest.mark.parametrize("forward", [width_of_the_input, literal_heads, checked_width, literal_parts])
+def test_what_is_suggested_can_be_cut(forward):
+    """With other numbers closed than in the trial; what can't be cut is refused with what compaction says."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(3, 16), "qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16), "out": nn.Linear(16, 2)}
+    network, x = Net(forward, **layers).double().eval(), torch.randn(2, 5, 3).double()
+    suggested = suggest_gates(network, x)
+    assert suggested
+    assert suggested.in_the_way.items() <= suggested.refused.items()
+    assert all("Expected the network to run with fewer units" in why for why in suggested.in_the_way.values())
+    gated = gate_heads(insert_gates(network, suggested, x), suggested.heads)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        gates = {site: (torch.rand(gate.size) < 0.3 + 0.1 * seed).double() for site, gate in gate_names(gated).items()}
+        for gate in gates.values():
+            gate[0] = 1.0
+        assert compact(gated, gates, x).certificate < 1e-10
 
 
 def test_sites_of_one_kind_are_tried_together(monkeypatch):

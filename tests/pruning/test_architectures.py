@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
@@ -147,6 +146,32 @@ def test_a_gate_given_at_several_places_is_one():
 EDGES = torch.randint(12, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
+class Convolution(nn.Module):
+    """Sums over the edges of a graph."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.lin, self.bias = nn.Linear(inputs, outputs, bias=False), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x, edges):
+        h = self.lin(x)
+        return torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]) + self.bias
+
+
+class GraphAttention(Convolution):
+    """The same with coefficients of heads that stand side by side."""
+
+    def __init__(self, inputs, outputs, heads):
+        super().__init__(inputs, heads * outputs)
+        self.source, self.target = nn.Parameter(torch.randn(heads, outputs)), nn.Parameter(torch.randn(heads, outputs))
+
+    def forward(self, x, edges):
+        h = self.lin(x).view(-1, *self.source.shape)
+        a = (h * self.source).sum(-1)[edges[0]] + (h * self.target).sum(-1)[edges[1]]
+        mixed = torch.zeros_like(h).index_add(0, edges[1], a.sigmoid().unsqueeze(-1) * h[edges[0]])
+        return mixed.flatten(1) + self.bias
+
+
 class Graph(nn.Module):
     """Two convolutions."""
 
@@ -158,32 +183,23 @@ class Graph(nn.Module):
         return self.second(F.elu(self.first(x, edges)), edges)
 
 
-class Recurrent(nn.Module):
-    """Reads the last step of a recurrent layer, or of a cell in a loop."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.last = layer, nn.Linear(8, 4)
-
-    def forward(self, x):
-        if isinstance(self.layer, nn.RNNBase):
-            return self.last(self.layer(x)[0][:, -1])
-        state = None
-        for step in x.unbind(1):
-            state = self.layer(step, state)
-        return self.last(state[0])
-
-
-@pytest.mark.parametrize("make", [lambda: nn.GRU(4, 8, batch_first=True), lambda: nn.LSTMCell(4, 8)])
-def test_recurrent_networks(make):
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: (GraphAttention(16, 8, 4), GraphAttention(32, 3, 1)),
+        lambda: (Convolution(16, 16), Convolution(16, 3)),
+    ],
+)
+def test_graphs_are_pruned_and_keep_their_classes(layers):
+    """By gates that reach the budget together, behind units that leave only together too."""
     torch.manual_seed(0)
-    network, data = Recurrent(make()), TensorDataset(torch.randn(100, 5, 4), torch.randint(4, (100,)))
-    result = prune(network, F.cross_entropy, DataLoader(data, 20), torch.randn(2, 5, 4), 0.5, epochs=5)
+    x, y = torch.randn(12, 16), torch.randint(3, (12,))
+    result = prune(Graph(*layers()), F.cross_entropy, [(x, EDGES, y)] * 20, (x, EDGES), 0.4, epochs=3)
     left, full = result.report.left["macs"]
-    assert left <= 0.5 * full
-    assert result.certificate < 1e-5
-    assert type(result.network.layer) is type(network.layer)
-    assert result.network.layer.hidden_size == result.network.last.in_features < 8
+    assert left <= 0.4 * full
+    assert result.network(x, EDGES).shape == (12, 3)
+    assert result.network.second.lin.out_features == 3
+    assert result.report.skipped["second.lin"].startswith("it makes the network's output")
 
 
 class Auxiliary(Mlp):
