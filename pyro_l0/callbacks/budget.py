@@ -135,8 +135,8 @@ class NetworkBudget:
         if self.target is None or self.compacted is not None:
             return
         locations = self.gates.locations()
-        # For gates that DDP or FSDP ignores; DDP's own averages stay as they are.
-        average_gradients(locations)
+        if any(location.grad is not None for location in locations):  # without any, add_gradient raises
+            average_gradients(locations)  # for gates that DDP or FSDP ignores; DDP's own averages stay as they are
         for location in locations:
             if location.grad is not None:  # may overflow in float16; the scaler then skips the step of the weights
                 location.grad.nan_to_num_(0.0, 0.0, 0.0)

@@ -447,9 +447,10 @@ class GatedPhase(Phase):
 
     def update(self) -> None:
         """Move weights and gates, and then the target's multiplier."""
-        gradients = [x.grad.flatten() for x in self.budget.gates.locations() if x.grad is not None]
+        locations = self.budget.gates.locations()
+        average_gradients([*self._weights, *locations])  # together, as not every process need have used the gates
+        gradients = [x.grad.flatten() for x in locations if x.grad is not None]
         self._zero = 0 * torch.cat(gradients).sum() if gradients else torch.zeros(())  # the budget takes NaN as 0
-        average_gradients(self._weights)
         self.optimiser.step()
         if self.schedule is not None:
             self.schedule.step()
