@@ -18,7 +18,7 @@ from torch.distributions import Distribution, Transform, biject_to, constraints,
 from torch.types import _size
 
 from pyro_l0.expect import expect
-from pyro_l0.maths import host
+from pyro_l0.maths import backend
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, cat_flat
 
@@ -59,7 +59,7 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
     def convert(x: Number) -> Number:
         if not isinstance(x, Tensor):
             return float(x)
-        if x.ndim == 0 and host.constant(x):
+        if x.ndim == 0 and backend.constant(x):
             return float(x)
         return x.to(dtype)
 
@@ -73,7 +73,7 @@ def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, 
     """Refuse a probability outside the open range that a family can reach, if its values can be told."""
     expect(Real | Tensor, "a number or a tensor", **{name: value})
     rate = torch.as_tensor(value)
-    if host.opaque(rate):
+    if backend.opaque(rate):
         return
     if not bool(((rate > low) & (rate < high)).all()):
         raise ValueError(
@@ -136,7 +136,7 @@ class GateDistribution(TorchDistribution):
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
     ) -> None:
         expect(bool | None, "True, False or None", validate_args=validate_args)
-        if any(isinstance(x, Tensor) and host.opaque(x) for x in self._state().values()):
+        if any(isinstance(x, Tensor) and backend.opaque(x) for x in self._state().values()):
             validate_args = False
         super().__init__(torch.Size(batch_shape), torch.Size(event_shape), validate_args=validate_args)
 
@@ -148,7 +148,7 @@ class GateDistribution(TorchDistribution):
         return f"{type(self).__name__}({', '.join(f'{name}: {x}' for name, x in values.items())})"
 
     def _validate_sample(self, value: Tensor) -> None:
-        if not (isinstance(value, Tensor) and host.opaque(value)):
+        if not (isinstance(value, Tensor) and backend.opaque(value)):
             super()._validate_sample(value)
 
     # ------------------------------------------------------------ what a family writes

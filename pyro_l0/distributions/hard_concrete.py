@@ -15,7 +15,7 @@ from torch.types import _size
 
 from pyro_l0.distributions.gate import Bounded, JointDraw, as_parameters, check_rate
 from pyro_l0.distributions.stretched import LIMITS, STRETCH_LIMITS, StretchedGate, integrate
-from pyro_l0.maths import hard_concrete, host, quadrature, special
+from pyro_l0.maths import backend, hard_concrete, quadrature, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
 
@@ -193,7 +193,7 @@ class HardConcrete(StretchedGate):
         return torch.sigmoid(hard_concrete.cdf_logit(z, self.log_alpha, self._temperature, self.stretch))
 
     def _node_temperature(self) -> float:
-        return host.largest(self._temperature)
+        return backend.largest(self._temperature)
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         gamma, _, width, t0, t1 = self.stretch

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_l0.distributions.gate import Bounded, as_parameters
 from pyro_l0.distributions.stretched import LIMITS, STRETCH_LIMITS, UnitIntervalGate
-from pyro_l0.maths import host, quadrature, special
+from pyro_l0.maths import backend, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s
 from pyro_l0.maths.special import Number, log1mexp
 
@@ -79,7 +79,7 @@ class HardKumaraswamy(UnitIntervalGate):
     def _unit_rsample(self, shape: torch.Size) -> Tensor:
         a, b = self.concentration1, self.concentration0
         # Under torch.vmap draws differ between the mapped only if what they fill is mapped, as one of the two may be.
-        e = (a * b if host.transformed() else a).new_empty(shape).exponential_()
+        e = (a * b if backend.transformed() else a).new_empty(shape).exponential_()
         return torch.exp(_quantile_of_exponential(e, a, b))
 
     def _unit_icdf(self, p: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class HardKumaraswamy(UnitIntervalGate):
 
     def _node_temperature(self) -> float:
         # On the logit axis the density is a product of powers as those of a hard concrete are.
-        return max(1.0, host.largest(self.concentration1), host.largest(self.concentration0)) / 2
+        return max(1.0, backend.largest(self.concentration1), backend.largest(self.concentration0)) / 2
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         a, b = self.concentration1.unsqueeze(-1), self.concentration0.unsqueeze(-1)

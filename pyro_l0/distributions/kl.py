@@ -22,7 +22,7 @@ from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
 from pyro_l0.distributions.mixtures import ExponentialGate, ExponentialUniformGate, PowerLawGate
 from pyro_l0.distributions.rectified import Rectified, RectifiedNormal
 from pyro_l0.distributions.stretched import integrate
-from pyro_l0.maths import hard_concrete_kl, host, quadrature, rectified_normal, special
+from pyro_l0.maths import backend, hard_concrete_kl, quadrature, rectified_normal, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
 
@@ -46,7 +46,7 @@ def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
     dtype = torch.promote_types(q.log_alpha.dtype, p.log_alpha.dtype)
     # The closed form has the derivative with respect to a temperature that both share. Temperatures that are
     # merely equal may be moved one at a time, so either they are one tensor or neither is being learned.
-    if _same(q._temperature, p._temperature) and not host.learned(q._gamma, q._zeta):
+    if _same(q._temperature, p._temperature) and not backend.learned(q._gamma, q._zeta):
         rule = quadrature.gauss_legendre(8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device)
         return hard_concrete_kl.same_temperature(q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule)
     return integrate(_kl_same_stretch, q, p)
@@ -61,14 +61,14 @@ def _same(x: Number, y: Number) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x is y:
             return True
-        return host.constant(x) and host.constant(y) and torch.equal(x, y)
+        return backend.constant(x) and backend.constant(y) and torch.equal(x, y)
     return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
 
 
 @register_kl(RectifiedNormal, RectifiedNormal)
 def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
     single = q.scale.dtype == p.scale.dtype == torch.float32
-    if single and host.readable(q.scale) and host.largest(q.scale) > _WIDE:
+    if single and backend.readable(q.scale) and backend.largest(q.scale) > _WIDE:
         wide = (x.double() for x in (q.loc, q.scale, p.loc, p.scale))
         return rectified_normal.kl(*wide).float()
     return rectified_normal.kl(q.loc, q.scale, p.loc, p.scale)

@@ -13,8 +13,8 @@ from torch.types import _size
 
 from pyro_l0.distributions.gate import Bounded, as_parameters, check_rate
 from pyro_l0.distributions.stretched import LIMITS, STRETCH_LIMITS, UnitIntervalGate
-from pyro_l0.maths import host, mixture
-from pyro_l0.maths.host import kept
+from pyro_l0.maths import backend, mixture
+from pyro_l0.maths.backend import cached
 from pyro_l0.maths.mixture import Component, Exponential, ExponentialUniform, Point, PowerLaw
 from pyro_l0.maths.special import Number, last
 
@@ -70,7 +70,7 @@ class MixtureGate(UnitIntervalGate):
         shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
         ends = make(torch.zeros((), dtype=torch.float64, device=rate.device), **shared)
         low, high = (ends._filled(x) for x in ends._active_probs)
-        if not (host.opaque(low) or host.opaque(high)):
+        if not (backend.opaque(low) or backend.opaque(high)):
             check_rate("active_prob", rate, cls.__name__, float(low.amax()), float(high.amin()))
         logits = torch.log(rate.double() - low) - torch.log(high - rate.double())
         return {"logits": logits.to(rate.dtype), **options}
@@ -118,7 +118,7 @@ class MixtureGate(UnitIntervalGate):
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
-        if host.transformed() or host.learned(*self.fixed_options.values()):
+        if backend.transformed() or backend.learned(*self.fixed_options.values()):
             return super().rsample(sample_shape)
         shape = torch.Size(sample_shape) + self.logits.shape
         return mixture.gate_draw(self.logits, shape, self._component, self.stretch)
@@ -161,7 +161,7 @@ class MixtureGate(UnitIntervalGate):
         return self.plug_in_weight
 
     def _node_temperature(self) -> float:
-        return host.largest(self._beta) if self._breakpoints() is None else 1.0
+        return backend.largest(self._beta) if self._breakpoints() is None else 1.0
 
     def _breakpoints(self) -> tuple[float, ...] | None:
         return self._component.breakpoints(self.logits.dtype)
@@ -176,7 +176,7 @@ def _component_active_probs(component: Component, zero: Point) -> tuple[Tensor, 
     return torch.exp(component.log_above(zero)), torch.exp(component.log_below(zero.mirrored))
 
 
-@kept(256)
+@cached(256)
 def _number_active_probs(
     kind: Callable[..., Component], parameters: tuple[float, ...], gamma: float, zeta: float
 ) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from torch.types import _size
 from pyro_l0.distributions.gate import Bounded, GateDistribution, as_parameters, probability
 from pyro_l0.distributions.stretched import QuadratureGate
 from pyro_l0.expect import expect
-from pyro_l0.maths import host, quadrature, rectified_normal, special
+from pyro_l0.maths import backend, quadrature, rectified_normal, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
 
@@ -111,7 +111,7 @@ class RectifiedNormal(GateDistribution):
         return special.ndtr((z - self.loc) / self.scale)
 
     def _node_temperature(self) -> float:
-        return host.largest(1 / self.scale)
+        return backend.largest(1 / self.scale)
 
     def _breakpoints(self) -> None:
         return None  # the density may be sharp anywhere between the atoms

@@ -16,7 +16,7 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import Bounded, GateDistribution, probability
-from pyro_l0.maths import host, quadrature, special
+from pyro_l0.maths import backend, quadrature, special
 from pyro_l0.maths.mixture import Point
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
@@ -158,7 +158,7 @@ class StretchedGate(GateDistribution):
             return self._stretch
         stretch = quadrature.make_stretch(self._gamma, self._zeta, self._like.dtype)
         # Kept, so that a KL sees one object; not with a graph, which belongs to one evaluation.
-        if not host.learned(self._gamma, self._zeta):
+        if not backend.learned(self._gamma, self._zeta):
             self._stretch = stretch
         return stretch
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.host import Context, transformed
+from pyro_l0.maths.backend import Context, transformed
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, cat_flat, clamp_backward, last, log, log1mexp
 

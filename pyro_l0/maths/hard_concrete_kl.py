@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.fast.switch import is_on
-from pyro_l0.maths.host import Context, apply, transformed
+from pyro_l0.maths.backend import Context, apply, transformed
 from pyro_l0.maths.quadrature import Nodes, Rule, Stretch
 from pyro_l0.maths.special import Number, expm1, klterm_from_ratio, last, log, plain_psi, psi
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.host import Context, apply, largest
+from pyro_l0.maths.backend import Context, apply, largest
 from pyro_l0.maths.quadrature import Stretch, around, drops
 from pyro_l0.maths.special import (
     Number,

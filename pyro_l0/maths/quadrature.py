@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.host import kept, largest
+from pyro_l0.maths.backend import cached, largest
 from pyro_l0.maths.special import Number, last
 
 Rule = tuple[Tensor, Tensor]  # nodes and weights on [-1, 1]
@@ -35,14 +35,14 @@ class Nodes(NamedTuple):
     slope: Tensor  # g'(t)
 
 
-@kept(256)
+@cached(256)
 def gauss_legendre(n: int, dtype: torch.dtype, device: torch.device | None = None) -> Rule:
     """Nodes and weights of the n-point Gauss-Legendre rule on [-1, 1], computed in double."""
     x, w = np.polynomial.legendre.leggauss(n)
     return torch.tensor(x, dtype=dtype, device=device), torch.tensor(w, dtype=dtype, device=device)
 
 
-@kept(256)
+@cached(256)
 def _number_stretch(gamma: float, zeta: float) -> Stretch:
     t0 = math.log(-gamma) - math.log(zeta)
     t1 = math.log1p(-gamma) - math.log(zeta - 1)
@@ -135,7 +135,7 @@ def stretch_nodes(
     return _number_nodes(gamma, zeta, breakpoints, n, dtype, device)
 
 
-@kept(256)
+@cached(256)
 def _number_nodes(
     gamma: float, zeta: float, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
 ) -> Nodes:

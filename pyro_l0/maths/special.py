@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.host import Context, apply, transformed
+from pyro_l0.maths.backend import Context, apply, transformed
 
 Number = float | Tensor
 LOG_2PI = math.log(2 * math.pi)

@@ -24,7 +24,7 @@ from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.infer.runs import sample_sites
-from pyro_l0.maths.host import Context, apply
+from pyro_l0.maths.backend import Context, apply
 
 __all__ = ["MOST_GATES", "LogJoint", "recorded_with_slope"]
 

@@ -1,4 +1,4 @@
-"""What the maths asks of torch: whether values can be read, what is kept between calls, derivatives of its own."""
+"""What the maths asks of torch: whether values can be read, caches, derivatives of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def opaque(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host can read a tensor's values without waiting for a device."""
+    """Whether the program can read a tensor's values without waiting for a device."""
     return x.device.type == "cpu" and not opaque(x)
 
 
@@ -63,18 +63,18 @@ def largest(x: float | Tensor) -> float:
     return float(x.detach().amax()) if x.numel() else 1.0
 
 
-def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
-    """Keep as many results of a function of hashable constants between calls; torch.compile takes them as they are.
+def cached(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """Cache as many results of a function of hashable constants; torch.compile takes them as they are.
 
     torch.compile cannot trace a named tuple among the arguments.
     """
 
     def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-        cached = lru_cache(size, typed=True)(function)
+        of_cache = lru_cache(size, typed=True)(function)
 
         @wraps(function)
         def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
-            return cached(*args, **options)  # type: ignore[arg-type]
+            return of_cache(*args, **options)  # type: ignore[arg-type]
 
         # What torch.compiler.assume_constant_result does, whose import of the compiler takes a second.
         call._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Res
 
 
 class Context(Protocol[_Options]):
-    """What torch keeps of a call of an autograd function for its derivative.
+    """What torch saves of a call of an autograd function for its derivative.
 
     ``forward`` takes it: with ``setup_context`` torch binds the signature anew at every call, which takes longer than
     the maths of a layer's gates. torch.compile and torch.func get the plain formulas instead, which they differentiate
@@ -96,7 +96,7 @@ class Context(Protocol[_Options]):
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """Keep inputs and results."""
+        """Save inputs and results."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Whether gradients that are not there arrive as zeros."""
