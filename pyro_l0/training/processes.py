@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ def process_group(device: str | torch.device = "cpu") -> Iterator[bool]:
 
     Args:
         device: where the processes train. On CUDA each takes the GPU of its local rank and communicates by NCCL, and by
-            gloo for tensors on the host, such as the random states of a checkpoint.
+            gloo for tensors on the CPU, such as the random states of a checkpoint.
 
     Yields:
         Whether this is the first process, the one that prints and writes.
@@ -47,6 +48,9 @@ def process_group(device: str | torch.device = "cpu") -> Iterator[bool]:
     on_cuda = torch.device(device).type == "cuda"
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Its functions have the group of that moment as a default. Were they first imported later, as torch does by itself,
+    # the group would outlive its end, and its threads would abort the process when the interpreter exits.
+    importlib.import_module("torch.distributed.nn")
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     try:
         yield rank() == 0

@@ -13,7 +13,7 @@ from common.data import load_digits
 from mnist import Options
 
 SCRIPT = """
-import json, sys
+import json, sys, weakref
 import torch
 from torch import distributed
 from common.data import load_digits
@@ -22,6 +22,7 @@ from pyro_l0.training import process_group
 
 torch.set_num_threads(1)
 with process_group("cpu") as first:
+    group = weakref.ref(distributed.group.WORLD)
     options = Options(**json.loads(sys.argv[1]))
     run = Run(load_digits(), options)
     for _ in range(options.epochs):
@@ -38,6 +39,8 @@ with process_group("cpu") as first:
             "fraction": None if run.target is None else float(run.target.fraction()),
             **run.measure(),
         }))
+if group() is not None:
+    sys.exit("the group outlives its end, and so do its threads")
 """
 
 
