@@ -43,7 +43,7 @@ def refuse_other_sizes(network: nn.Module, sizes: tuple[tuple[int, ...], ...]) -
     network.register_forward_pre_hook(InputSizes(sizes), prepend=True, with_kwargs=True)
 
 
-Kept = Mapping[str, Sequence[Tensor | None]]
+Indices = Mapping[str, Sequence[Tensor | None]]
 """By name of a parameter or buffer, the indices that stay along each dimension; None for all."""
 
 
@@ -95,7 +95,7 @@ def apply_in_place(
     modules = dict(network.named_modules())
     additions = {} if constants is None else {f.layer: _addition(modules, plan, f, constants) for f in plan.folds}
     like = next(network.parameters(), torch.zeros(()))
-    for fold in plan.folds:  # inputs that keep their place are no longer read
+    for fold in plan.folds:  # inputs that stay are no longer read
         weight = network.get_parameter(f"{fold.layer}.weight")
         unread = torch.tensor(fold.units, dtype=torch.long, device=weight.device)
         set_value(weight, weight.detach().index_fill(input_dim(modules[fold.layer]), unread, 0.0))
@@ -104,7 +104,7 @@ def apply_in_place(
         factor = torch.tensor(factors, dtype=torch.float64).to(weight)
         set_value(weight, weight.detach() * factor.view(1, -1, *[1] * (weight.dim() - 2)))
     reset_running_means(network, plan.zero_channels)
-    slice_tensors(network, plan.kept_indices(), optimiser)
+    slice_tensors(network, plan.remaining_indices(), optimiser)
     for fold in plan.folds:
         _add(modules[fold.layer], fold, additions.get(fold.layer), optimiser)
     for name, index in plan.indices.items():
@@ -147,7 +147,7 @@ def _check(network: nn.Module, plan: Plan) -> None:
     named = (*plan.changes, *(fold.layer for fold in plan.folds), *plan.norms, *plan.attributes)
     wrong = [path for path in named if path not in sizes]
     wrong += [path for path, change in plan.changes.items() if max(change.units, default=-1) >= sizes.get(path, 0)]
-    for name, indices in plan.kept.items():
+    for name, indices in plan.remaining.items():
         ends = [-1 if index is None else max(index, default=-1) for index in indices]
         shape = shapes.get(name, ())
         if len(ends) != len(shape) or any(end >= size for end, size in zip(ends, shape, strict=True)):
@@ -163,7 +163,7 @@ def _addition(
     layer = modules[fold.layer]
     value, is_map = contribution(layer, constants[fold.layer])
     dim = 0 if not is_map else value.dim() - 1 if isinstance(layer, nn.Linear) else 1
-    indices = plan.kept_indices().get(f"{fold.layer}.weight")
+    indices = plan.remaining_indices().get(f"{fold.layer}.weight")
     rows = None if indices is None else indices[1 - input_dim(layer)]
     return cut(value, [None] * dim + [rows])
 
@@ -196,10 +196,10 @@ def _named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from network.named_buffers(remove_duplicate=False)
 
 
-def cut(tensor: Tensor, kept: Sequence[Tensor | None]) -> Tensor:
+def cut(tensor: Tensor, remaining: Sequence[Tensor | None]) -> Tensor:
     """Some indices of a tensor along each dimension, as a new tensor."""
     small = tensor
-    for dim, index in enumerate(kept):
+    for dim, index in enumerate(remaining):
         if index is not None and len(index) < small.shape[dim]:
             small = small.index_select(dim, index.to(small.device))
     return small.clone() if small is tensor else small
@@ -221,14 +221,14 @@ def set_value(tensor: Tensor, value: Tensor) -> None:
 
 
 @torch.no_grad()
-def slice_tensors(network: nn.Module, kept: Kept, optimiser: torch.optim.Optimizer | None = None) -> None:
+def slice_tensors(network: nn.Module, remaining: Indices, optimiser: torch.optim.Optimizer | None = None) -> None:
     """Cut parameters and buffers in place, with their gradients and the state that an optimiser keeps of them."""
     done: set[int] = set()
     for name, tensor in _named_tensors(network):
-        if name not in kept or id(tensor) in done:
+        if name not in remaining or id(tensor) in done:
             continue
         done.add(id(tensor))
-        shape, indices = tensor.shape, kept[name]
+        shape, indices = tensor.shape, remaining[name]
         if all(index is None or len(index) == size for index, size in zip(indices, shape, strict=True)):
             continue
         state = {} if optimiser is None else optimiser.state.get(tensor, {})
@@ -238,9 +238,9 @@ def slice_tensors(network: nn.Module, kept: Kept, optimiser: torch.optim.Optimiz
         tensor.grad = gradient
 
 
-def _cut_state(state: Mapping[str, object], shape: torch.Size, kept: Sequence[Tensor | None]) -> dict[str, object]:
+def _cut_state(state: Mapping[str, object], shape: torch.Size, remaining: Sequence[Tensor | None]) -> dict[str, object]:
     """What an optimiser keeps of a parameter, cut where it has the parameter's shape."""
-    return {k: cut(x, kept) if isinstance(x, Tensor) and x.shape == shape else x for k, x in state.items()}
+    return {k: cut(x, remaining) if isinstance(x, Tensor) and x.shape == shape else x for k, x in state.items()}
 
 
 def check_state(optimiser: torch.optim.Optimizer, parameters: Collection[Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.compaction.apply import Kept, cut
+from pyro_l0.compaction.apply import Indices, cut
 from pyro_l0.compaction.calls import (
     Arguments,
     largest,
@@ -82,17 +82,17 @@ def certify(
     reference: nn.Module,
     small: nn.Module,
     calls: Sequence[Arguments],
-    kept: Kept,
+    indices: Indices,
     scales: Mapping[str, Tensor],
     outputs_only: bool = False,
 ) -> Certificate:
     """Compare a smaller network with the one that it was made from, both in float64 if they accept it.
 
-    The gates of ``reference`` are fixed, and what ``small`` raises is passed on. By name of a parameter, ``kept`` is
-    what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
+    The gates of ``reference`` are fixed, and what ``small`` raises is passed on. By name of a parameter, ``indices``
+    are what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
     """
     pair, calls = _doubled(reference, small, calls)
-    compare = _Comparison(*pair, kept, scales)
+    compare = _Comparison(*pair, indices, scales)
     if outputs_only:
         found = compare.outputs([with_another_row(random_calls(call)[0]) for call in calls]) or compare.outputs(calls)
         return Certificate(_relative(found))
@@ -111,9 +111,9 @@ class _NotComparableError(Exception):
 class _Comparison:
     """Outputs and gradients of two networks on the same calls."""
 
-    def __init__(self, reference: nn.Module, small: nn.Module, kept: Kept, scales: Mapping[str, Tensor]) -> None:
+    def __init__(self, reference: nn.Module, small: nn.Module, indices: Indices, scales: Mapping[str, Tensor]) -> None:
         self.reference, self.small = reference, small
-        self.kept, self.scales = kept, scales
+        self.indices, self.scales = indices, scales
 
     def outputs(self, batches: Sequence[Arguments]) -> list[tuple[float, float]]:
         """The difference and the largest output of each batch that the first network accepts."""
@@ -188,8 +188,8 @@ class _Comparison:
         scale = max(map(largest, expected.values()), default=0.0)
         worst = 0.0
         for name, gradient in expected.items():
-            if name in self.kept:
-                gradient = cut(gradient, self.kept[name])
+            if name in self.indices:
+                gradient = cut(gradient, self.indices[name])
             other = got.get(name, torch.zeros_like(gradient))
             if other.shape != gradient.shape:
                 return math.inf

@@ -60,7 +60,7 @@ def check_network(network: nn.Module, example: Example) -> list[Arguments]:
 
 def _check_used(network: nn.Module, recording: Recording, plan: Plan) -> None:
     """Refuse a module of which one parameter would be cut and another was not used by any call of the example."""
-    cut = {name.rpartition(".")[0] for name in plan.kept}
+    cut = {name.rpartition(".")[0] for name in plan.remaining}
     for name, parameter in network.named_parameters():
         path = name.rpartition(".")[0]
         if path in cut and name not in recording.named and parameter.dim():
@@ -251,13 +251,13 @@ class _Task:
         return None if apart <= self.tolerance * scale else own
 
     def _certify(self, reference: nn.Module, small: nn.Module, plan: Plan) -> Certificate:
-        kept = plan.kept_indices()
+        remaining = plan.remaining_indices()
         factors: dict[str, Tensor] = {}
         for name, values in plan.factors.items():
-            index = kept[name][1] if name in kept else None
+            index = remaining[name][1] if name in remaining else None
             factors[name] = torch.tensor(values, dtype=torch.float64)[slice(None) if index is None else index]
         try:
-            found = certify(reference, small, self.calls, kept, factors, self.is_trial)
+            found = certify(reference, small, self.calls, remaining, factors, self.is_trial)
         except Exception as error:
             own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
             at = f"line {own[-1].lineno} of {Path(own[-1].filename).name} ({own[-1].line})" if own else "it"
@@ -353,7 +353,7 @@ def compact(
         >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
         >>> small = compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2))
-        >>> small.network[0], small.plan.kept["0.weight"]
+        >>> small.network[0], small.plan.remaining["0.weight"]
         (Linear(in_features=2, out_features=2, bias=True), ((0, 2), None))
     """
     try:
@@ -363,7 +363,7 @@ def compact(
     except CompactionError as error:
         raise CompactionError(f"{error}{_advice(network, gates, example)}") from error
     stays = {site: next(iter(why.values())) for site, why in found.reasons.items() if why}
-    if stays and not found.plan.kept:
+    if stays and not found.plan.remaining:
         named = "; ".join(f"{site!r}: {why}" for site, why in stays.items())
         warnings.warn(
             f"Gates are closed, but nothing is smaller: units stay ({named}). Put gates where suggest_gates says.",

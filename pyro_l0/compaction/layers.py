@@ -64,7 +64,7 @@ def add_shift(module: nn.Module, shift: Tensor) -> None:
 
 
 def takes_shift(module: nn.Module) -> bool:
-    """Whether a layer can add a constant that differs between places: one whose forward is torch's."""
+    """Whether a layer can add a constant that differs between positions: one whose forward is torch's."""
     return isinstance(module, _KINDS) or any(runs_as(module, kind) for kind in _SHIFTED)
 
 
@@ -307,7 +307,7 @@ def move_units(maps: Maps, operation: Operation) -> None:
             maps.passes(x, dim, output, dim)
     index, each = module.index.cpu().numpy(), np.arange(len(module.index))
     if not is_select:
-        maps.set_states(output, unit_dim, np.full(module.size, ZERO, dtype=np.uint8))
+        maps.set_kinds(output, unit_dim, np.full(module.size, ZERO, dtype=np.uint8))
     maps.part(x, unit_dim, output, unit_dim, *((index, each) if is_select else (each, index)))
     maps.tie(maps.axes[operation.value("index")][0], maps.axes[output if is_select else x][unit_dim])
 
@@ -325,7 +325,7 @@ def new_indices(network: nn.Module, analysis: Analysis) -> tuple[dict[str, tuple
             x = operation.value("self" if is_select else "source")
             ends = x, operation.output
             few, many = (
-                analysis.solution.kept(analysis.maps.axes[value][module.dim % x.rank])
+                analysis.solution.remaining(analysis.maps.axes[value][module.dim % x.rank])
                 for value in (reversed(ends) if is_select else ends)
             )
             indices[operation.path] = tuple(np.searchsorted(many, module.index.cpu().numpy()[few]).tolist())

@@ -36,12 +36,12 @@ _OF_WEIGHT: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def torch_sizes(
-    module: nn.Module, kept: Mapping[str, Sequence[Tensor | None]], shrunk: Mapping[int, int]
+    module: nn.Module, remaining: Mapping[str, Sequence[Tensor | None]], shrunk: Mapping[int, int]
 ) -> dict[str, Size]:
     """New values of the integers of one module of torch, whose tensors are yet to be cut.
 
-    By name of its own tensors, ``kept`` are the indices that stay along each dimension; ``shrunk`` has the sizes that
-    shrank while the module ran, for modules without tensors.
+    By name of its own tensors, ``remaining`` are the indices that stay along each dimension; ``shrunk`` has the sizes
+    that shrank while the module ran, for modules without tensors.
     """
     if parametrize.is_parametrized(module):
         return {}  # its weights are computed from others
@@ -49,11 +49,11 @@ def torch_sizes(
     shapes = {
         name: tuple(
             size if index is None else len(index)
-            for size, index in zip(tensor.shape, kept.get(name, (None,) * tensor.dim()), strict=True)
+            for size, index in zip(tensor.shape, remaining.get(name, (None,) * tensor.dim()), strict=True)
         )
         for name, tensor in own.items()
     }
-    new = _torch_sizes(module, shapes, kept["weight"][0] if "weight" in kept else None, shrunk)
+    new = _torch_sizes(module, shapes, remaining["weight"][0] if "weight" in remaining else None, shrunk)
     return {name: value for name, value in new.items() if getattr(module, name) != value}
 
 
@@ -339,7 +339,7 @@ def _inputs_factor(operation: Operation, value: Value, weight: Value, factor: Te
     return inputs[:, 0] if bool((inputs == inputs[:, :1]).all()) else None
 
 
-_Kept = dict[str, tuple[Tensor | None, ...]]
+_Indices = dict[str, tuple[Tensor | None, ...]]
 
 _FORMAT = 2
 
@@ -361,7 +361,8 @@ class Plan:
 
     Attributes:
         gates: value of every gate by site.
-        kept: by name of a parameter or buffer that is cut, the indices that stay along each dimension; None for all.
+        remaining: by name of a parameter or buffer that is cut, the indices that stay along each dimension, or
+            None for all.
         changes: by path of a gate, what it becomes.
         folds: constant inputs of layers that are folded into biases and maps.
         factors: by name of a weight, factors of its inputs: gates between 0 and 1 that went into it.
@@ -374,7 +375,7 @@ class Plan:
     """
 
     gates: dict[str, tuple[float, ...]]
-    kept: dict[str, tuple[tuple[int, ...] | None, ...]]
+    remaining: dict[str, tuple[tuple[int, ...] | None, ...]]
     changes: dict[str, GateChange]
     folds: tuple[LayerFold, ...]
     factors: dict[str, tuple[float, ...]]
@@ -389,11 +390,11 @@ class Plan:
         """Whether gates stay sites of a model, as while training."""
         return any(change.random for change in self.changes.values())
 
-    def kept_indices(self) -> dict[str, tuple[Tensor | None, ...]]:
-        """``kept`` as tensors."""
+    def remaining_indices(self) -> dict[str, tuple[Tensor | None, ...]]:
+        """``remaining`` as tensors."""
         return {
             name: tuple(None if index is None else torch.tensor(index, dtype=torch.long) for index in indices)
-            for name, indices in self.kept.items()
+            for name, indices in self.remaining.items()
         }
 
     def to_json(self) -> str:
@@ -471,10 +472,10 @@ def make_plan(
     By path of a layer, ``constants`` are its inputs that are folded, and ``units`` which these are. With
     ``keep_gates`` open gates stay sites.
     """
-    kept = _kept(network, analysis)
+    left = _remaining(network, analysis)
     indices, sizes = new_indices(network, analysis)
     for path in indices:
-        kept.pop(f"{path}.index", None)
+        left.pop(f"{path}.index", None)
     factors: dict[str, Tensor] = {}
     folded: set[str] = set()
     if not keep_gates:
@@ -487,24 +488,24 @@ def make_plan(
     }
     return Plan(
         gates={site: tuple(value.double().tolist()) for site, value in gates.items()},
-        kept={name: tuple(None if x is None else tuple(x.tolist()) for x in new) for name, new in kept.items()},
+        remaining={name: tuple(None if x is None else tuple(x.tolist()) for x in new) for name, new in left.items()},
         changes=changes,
-        folds=tuple(_fold(network.get_submodule(path), path, units[path], constants[path], kept) for path in units),
+        folds=tuple(_fold(network.get_submodule(path), path, units[path], constants[path], left) for path in units),
         factors={name: tuple(factor.double().tolist()) for name, factor in factors.items()},
         norms={norm.path: _size(network.get_submodule(norm.path), norm.size) for norm in analysis.norms},
         zero_channels={p: tuple(x.tolist()) for p, x in analysis.zero_channels.items()} if keep_gates else {},
-        attributes={**_attributes(network, analysis, kept), **{path: {"size": size} for path, size in sizes.items()}},
+        attributes={**_attributes(network, analysis, left), **{path: {"size": size} for path, size in sizes.items()}},
         indices={f"{path}.index": index for path, index in indices.items()},
     )
 
 
-def _kept(network: nn.Module, analysis: Analysis) -> _Kept:
+def _remaining(network: nn.Module, analysis: Analysis) -> _Indices:
     """The indices that stay, of tensors that are cut."""
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict(keep_vars=True).items()}
     shapes.update({name: tuple(tensor.shape) for name, tensor in network.named_buffers(remove_duplicate=False)})
-    found: _Kept = {}
-    for name, kept in analysis.kept.items():
-        indices = tuple(None if len(x) == n else x for x, n in zip(kept, shapes[name], strict=True))
+    found: _Indices = {}
+    for name, every in analysis.remaining.items():
+        indices = tuple(None if len(x) == n else x for x, n in zip(every, shapes[name], strict=True))
         if any(x is not None for x in indices):
             found[name] = indices
     return found
@@ -521,8 +522,8 @@ def _change(
 ) -> GateChange | None:
     """What a gate becomes; None if it stays as it is."""
     every = torch.arange(gate.size)
-    kept_in, kept_out = (every, every) if found is None else (found.kept_in, found.kept_out)
-    inside, behind = kept_in.tolist(), kept_out.tolist()
+    found = found or GateMap(every, every)
+    inside, behind = found.front.tolist(), found.behind.tolist()
     units = [unit for unit in inside if unit in set(behind)]
     if keep_gates and not bool((value[units] != 0).any()):
         units = []  # the code around them needs their zeros alone
@@ -559,21 +560,21 @@ def _factors(
     candidates: dict[str, Tensor] = {}
     for site, found in analysis.gates.items():
         gate = gates[site].detach().double().cpu()
-        left = gate[found.kept_in]
+        left = gate[found.front]
         if not bool((left == 1).all()) and bool((left > 0).all()):
             candidates[site] = torch.where(gate > 0, gate, 1.0)
     layers = {f"{path}.weight" if path else "weight" for path, module in network.named_modules() if is_layer(module)}
     return gates_into_weights(recording, candidates, layers)
 
 
-def _fold(layer: nn.Module, path: str, units: tuple[int, ...], constant: Constant, kept: _Kept) -> LayerFold:
+def _fold(layer: nn.Module, path: str, units: tuple[int, ...], constant: Constant, indices: _Indices) -> LayerFold:
     value, is_map = contribution(layer, constant)
     if not is_map:
         return LayerFold(path, units, None)
     if not takes_shift(layer):
         raise NotConstantError(f"Expected a layer at {path!r} whose forward is torch's, which can add a map.")
     shape = list(value.shape[1:])
-    rows = kept[f"{path}.weight"][1 - input_dim(layer)] if f"{path}.weight" in kept else None
+    rows = indices[f"{path}.weight"][1 - input_dim(layer)] if f"{path}.weight" in indices else None
     if rows is not None:
         shape[-1 if isinstance(layer, nn.Linear) else 0] = len(rows)
     return LayerFold(path, units, tuple(shape))
@@ -584,16 +585,16 @@ def _size(module: nn.Module, size: int) -> int:
     return module.size if isinstance(module, (ReducedLayerNorm, ReducedRMSNorm)) else size
 
 
-def _attributes(network: nn.Module, analysis: Analysis, kept: _Kept) -> Attributes:
+def _attributes(network: nn.Module, analysis: Analysis, indices: _Indices) -> Attributes:
     """The integers of torch's modules that follow their tensors."""
     found: Attributes = {}
     for path, module in network.named_modules():
         names = {name: f"{path}.{name}".removeprefix(".") for name in (*module._parameters, *module._buffers)}
-        own = {name: kept[key] for name, key in names.items() if key in kept}
+        own = {name: indices[key] for name, key in names.items() if key in indices}
         shrunk = analysis.shrunk.get(path, {})
         new = torch_sizes(module, own, shrunk) if own or shrunk else {}
         if new:
             found[path] = new
     for norm in analysis.norms:
-        found.setdefault(norm.path, {})["normalized_shape"] = (len(norm.kept),)
+        found.setdefault(norm.path, {})["normalized_shape"] = (len(norm.remaining),)
     return found

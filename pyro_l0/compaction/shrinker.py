@@ -94,7 +94,7 @@ class Shrinker:
         network: any module with gates; changed in place.
         guide: the guide of its gates, or :class:`~pyro_l0.nn.NetworkGates`.
         example: what the network is called with, a small batch: a tensor, a tuple of positional arguments, a dict of
-            keywords, or a list of such calls; it is kept.
+            keywords, or a list of such calls, which it keeps.
         optimiser: trains the network's and the guide's parameters: Adam, AdamW, SGD, or another whose state has the
             shapes of the parameters.
         elbo: an objective whose coefficients by site are dropped for removed sites.
@@ -163,15 +163,15 @@ class Shrinker:
             )
         check_network(network, example)
         self._sizes = {site: gate.size for site, gate in gates.items()}
-        self._kept = {site: torch.arange(gate.size) for site, gate in gates.items()}
+        self._remaining = {site: torch.arange(gate.size) for site, gate in gates.items()}
         self._streaks = {site: torch.zeros(gate.size, dtype=torch.long) for site, gate in gates.items()}
         self._plans: list[Plan] = []
         self._tried: dict[str, Tensor] = {}  # gates for which nothing could leave
 
     @property
-    def kept(self) -> dict[str, Tensor]:
+    def remaining(self) -> dict[str, Tensor]:
         """By site, the indices of the units that are left, in the numbering at the start."""
-        return dict(self._kept)
+        return dict(self._remaining)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -189,7 +189,7 @@ class Shrinker:
             like = gates.get(site)
             full[site] = torch.zeros(size) if like is None else like.new_zeros(size)
             if like is not None:
-                full[site][self._kept[site].to(like.device)] = like
+                full[site][self._remaining[site].to(like.device)] = like
         return full
 
     @torch.no_grad()
@@ -219,11 +219,11 @@ class Shrinker:
             )
             return False
         found = search(network, gates, self.example, keep_gates=True)
-        if not found.plan.kept and not found.plan.changes:
+        if not found.plan.remaining and not found.plan.changes:
             self._tried = open_gates
             return False
         self._norms(found.network)  # which may be refused
-        check_state(self.optimiser, [p for name, p in network.named_parameters() if name in found.plan.kept])
+        check_state(self.optimiser, [p for name, p in network.named_parameters() if name in found.plan.remaining])
         self._apply(found.plan, self.example)
         return True
 
@@ -272,10 +272,10 @@ class Shrinker:
                 if one is self.main:
                     move(self.optimiser, replaced)
             for site, index in units.items():
-                self._kept[site] = self._kept[site][index]
+                self._remaining[site] = self._remaining[site][index]
                 self._streaks[site] = self._streaks[site][index]
             for site in gone:
-                del self._kept[site], self._streaks[site]
+                del self._remaining[site], self._streaks[site]
             if self.elbo is not None:
                 self.elbo.drop(gone)
                 self.elbo.square_norm = self._norms(self.main.network)

@@ -48,7 +48,7 @@ def replace_file(target: Path, data: bytes | memoryview, previous: Path | None =
         old = target.lstat().st_mode
     mode = stat.S_IMODE(old) if old is not None and stat.S_ISREG(old) else None
     # Names that nobody can foresee, made anew: no link that waits there is written through.
-    fresh, kept = (target.with_name(f".pyro_l0-{secrets.token_hex(8)}.tmp") for _ in range(2))
+    fresh, backup = (target.with_name(f".pyro_l0-{secrets.token_hex(8)}.tmp") for _ in range(2))
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, 0o666 if mode is None else 0o600)
@@ -62,14 +62,14 @@ def replace_file(target: Path, data: bytes | memoryview, previous: Path | None =
             fresh.chmod(mode)
             if previous is not None:
                 try:
-                    os.link(target, kept)
+                    os.link(target, backup)
                 except OSError:  # not every file system has links
-                    shutil.copy2(target, kept)
-                kept.replace(previous)
+                    shutil.copy2(target, backup)
+                backup.replace(previous)
         fresh.replace(target)
     finally:
         fresh.unlink(missing_ok=True)
-        kept.unlink(missing_ok=True)
+        backup.unlink(missing_ok=True)
     # Not every system can do this for a folder; the file is whole without it.
     with contextlib.suppress(OSError):
         folder = os.open(target.parent, os.O_RDONLY)
@@ -132,7 +132,7 @@ class Compacted:
 
     Attributes:
         network: of the same class, without gates; it computes what the network with fixed gates computes.
-        plan: which parts of the network were kept.
+        plan: which parts of the network remain.
         certificate: the largest relative difference between the two, a number; the differences of outputs and
             gradients, in evaluation and in training mode, are its attributes.
         before: the plans by which the network had shrunk before, if it did.

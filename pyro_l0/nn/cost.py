@@ -299,7 +299,7 @@ class ClosedUnits:
         for axes in products:
             for axis in axes:
                 if axis.dimension not in sizes:
-                    sizes[axis.dimension] = self._dependencies.statements.count(self._dependencies.kept(axis))
+                    sizes[axis.dimension] = self._dependencies.statements.count(self._dependencies.remaining(axis))
             total += math.prod(sizes[axis.dimension] for axis in axes)
         return total
 
@@ -312,7 +312,7 @@ class ClosedUnits:
         for case, (site, unit) in enumerate(self._units, 1 + len(self._units)):
             call = calls[site]
             front, behind = (
-                self._dependencies.statements.holds(int(self._dependencies.kept(axis)[unit]), case)
+                self._dependencies.statements.holds(int(self._dependencies.remaining(axis)[unit]), case)
                 for axis in (call.front, call.behind)
             )
             if front or (behind and not call.is_whole):
@@ -546,7 +546,7 @@ class _Count:
         key = id(self._dependencies.units[axis.dimension])
         if key not in self._histograms:
             statements = self._dependencies.statements
-            found, counts = np.unique(self._dependencies.kept(axis), return_counts=True)
+            found, counts = np.unique(self._dependencies.remaining(axis), return_counts=True)
             clauses = [statements.clauses(statement) for statement in found.tolist()]
             common = tuple(clause for clause in clauses[0] if all(clause in other for other in clauses[1:]))
             histogram: dict[int, int] = {}

@@ -223,7 +223,7 @@ def _users(recording: Recording) -> dict[Value, list[Operation]]:
     return users
 
 
-def _kept_by(maps: Maps, operation: Operation, unit: Axis) -> list[Axis]:
+def _passed_by(maps: Maps, operation: Operation, unit: Axis) -> list[Axis]:
     """The dimension of an operation's output that has the same units, if it has no other activation; or none."""
     if len([x for x in operation.inputs if not x.names]) > 1:
         return []
@@ -241,12 +241,12 @@ def _without_passed_on(maps: Maps, users: Mapping[Value, list[Operation]], found
             (operation,) = users[last]
             if operation.name == "gate":
                 return True
-            kept = _kept_by(maps, operation, unit)
+            passed = _passed_by(maps, operation, unit)
             is_mixed = any(isinstance(x, Read) and unit in x.axes for x in maps.relations[operation])
             is_split = any(value in users for value in operation.made[1:])  # as where a pool's indices are used
-            if len(kept) != 1 or is_mixed or is_split:
+            if len(passed) != 1 or is_mixed or is_split:
                 return False
-            last, unit = operation.output, kept[0]
+            last, unit = operation.output, passed[0]
             if last in others:
                 return True
         return False

@@ -139,7 +139,7 @@ class _Work:
         self._dims: dict[Value, list[tuple[int, Units, int]]] = {value: [] for value in operation.inputs}
         for value, dims in self._dims.items():
             for dim, axis in enumerate(dependencies.maps.axes[value]):
-                found, counts = np.unique(dependencies.kept(axis), return_counts=True)
+                found, counts = np.unique(dependencies.remaining(axis), return_counts=True)
                 if not set(found.tolist()) <= {TRUE, FALSE}:
                     times = math.gcd(*counts.tolist())
                     dims.append((dim, tuple(zip(found.tolist(), (counts // times).tolist(), strict=True)), times))

@@ -94,7 +94,7 @@ def test_a_gate_at_two_places_keeps_what_either_needs(function, closed, kept):
     layers = {"a": nn.Linear(3, 4), "c": nn.Linear(3, 4), "b": nn.Linear(4, 2), "d": nn.Linear(4, 2)}
     gates = {"g": Gate(4), "k": Gate(4)} | ({"l": Gate(4)} if "net.l" in closed else {})
     model, guide, _, shrinker = shrunk(Net(function, **layers, **gates), vectors(), closed)
-    assert {site: len(units) for site, units in shrinker.kept.items()} == kept
+    assert {site: len(units) for site, units in shrinker.remaining.items()} == kept
     assert guide.posterior().keys() == gate_names(model.net).keys()
 
 

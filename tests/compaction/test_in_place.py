@@ -100,7 +100,7 @@ def trained(make, optimiser, shrinks, steps=STEPS):
         if step in AT:
             for site, size in sizes.items():
                 closing = set(range(AT.index(step), size, 5))
-                left = shrinker.kept[site].tolist()
+                left = shrinker.remaining[site].tolist()
                 set_gates(guide, site, [place for place, unit in enumerate(left) if unit in closing], -60.0)
             cuts += shrinks and shrinker.step()
         optimiser.zero_grad()
@@ -334,7 +334,7 @@ def test_a_block_that_closes_wholly_and_shrinkings_after_it(make):
         assert list(guide.test_gates()) == [second]
         after = fix_gates(net, {site: gate.double() for site, gate in guide.test_gates().items()}).eval()(x)
         torch.testing.assert_close(after, before, rtol=1e-13, atol=1e-13)
-    assert len(guide.test_gates()[second]) == len(shrinker.kept[second]) == len(shrinker.full({})[second]) - 3
+    assert len(guide.test_gates()[second]) == len(shrinker.remaining[second]) == len(shrinker.full({})[second]) - 3
     assert not shrinker.step()
     result = compact(net, {second: guide.test_gates()[second].double()}, x, before=shrinker.plans)
     assert result.certificate < 1e-12

@@ -92,7 +92,7 @@ def test_an_integer_is_one_size():
     third = torch.arange(12) % 4 == 3
     closed = {f"gates.{i}": third for i in range(2)}
     analysis = analyse(recording, closed)
-    assert len(analysis.kept["q.weight"][0]) == 9  # zeros take their places behind the gate
+    assert len(analysis.remaining["q.weight"][0]) == 9  # zeros take their places behind the gate
     assert any("head_dim, which is the size of other units" in text for _, text in analysis.maps.pins)
     gates = {site: torch.where(mask, 0.0, 1.0) for site, mask in {**closed, "gates.2": ~third & third}.items()}
     gates["head_gate"] = torch.tensor([1.0, 0.0, 1.0])

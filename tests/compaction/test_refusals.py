@@ -300,4 +300,4 @@ def test_closed_gates_that_cut_nothing_are_told():
 
     with pytest.warns(UserWarning, match="closed, but nothing is smaller.*'gate'"):
         small = compact(Loop(), {"gate": torch.tensor([1.0, 0.0, 0.0])}, torch.randn(4, 2, 3))
-    assert small.plan.kept == {}
+    assert small.plan.remaining == {}

@@ -217,8 +217,8 @@ def test_fields_of_another_type_are_refused(field, value):
     plan["changes"][path][field] = value
     with pytest.raises(ValueError, match=f"Expected the JSON of a compaction plan.*{field} is no"):
         Plan.from_json(json.dumps(plan))
-    plan["changes"], plan["kept"]["x"] = {}, [[True]]
-    with pytest.raises(ValueError, match="kept is no"):
+    plan["changes"], plan["remaining"]["x"] = {}, [[True]]
+    with pytest.raises(ValueError, match="remaining is no"):
         Plan.from_json(json.dumps(plan))
 
 

@@ -60,8 +60,8 @@ def test_what_is_left_and_full_sizes():
     before = fix_gates(model.net, guide.test_gates()).eval()(x)
     shrinker = Shrinker(model.net, guide, x, optimiser, loss.elbo, patience=1)
     assert shrinker.step()
-    assert shrinker.kept["net.2"].tolist() == [1, 2]
-    assert shrinker.kept["net.8"].tolist() == [2, 8, 10, 11]  # of the second map, which is closed, nothing is left
+    assert shrinker.remaining["net.2"].tolist() == [1, 2]
+    assert shrinker.remaining["net.8"].tolist() == [2, 8, 10, 11]  # of the second map, which is closed, nothing is left
     full = shrinker.full(guide.test_gates())
     assert {name: len(gate) for name, gate in full.items()} == {"net.2": 4, "net.6": 3, "net.8": 12, "net.11": 5}
     assert full["net.11"].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
@@ -112,7 +112,7 @@ def test_a_site_without_open_gates_leaves():
     shrinker = Shrinker(net, guide, x, optimiser, elbo, patience=1)
     assert shrinker.step()
     assert net.one.out_channels == net.two.in_channels == 1  # the code around calls them; what they make is zeros
-    assert list(guide.posterior()) == list(shrinker.kept) == ["net.head_gate"]
+    assert list(guide.posterior()) == list(shrinker.remaining) == ["net.head_gate"]
     assert elbo.lam == {"net.head_gate": 0.1}
     assert torch.isfinite(torch.tensor(elbo.loss(model, guide, x, y)))
     assert shrinker.full(guide.test_gates())["net.gate"].tolist() == [0.0, 0.0, 0.0]

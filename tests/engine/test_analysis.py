@@ -51,8 +51,8 @@ def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
 
     network = Net(forward, gate=Gate(6), one=nn.Linear(6, 4), two=nn.Linear(6, 4))
     analysis = examine(network, examples, closed)
-    assert analysis.kept["one.weight"][1].tolist() == [1, 3, 5]
-    assert analysis.kept["two.weight"][1].tolist() == list(range(6))
+    assert analysis.remaining["one.weight"][1].tolist() == [1, 3, 5]
+    assert analysis.remaining["two.weight"][1].tolist() == list(range(6))
 
 
 @pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")
@@ -72,11 +72,11 @@ def test_several_examples_take_several_ways():
     x = torch.randn(2, 6, dtype=torch.float64)
     one = examine(Ways(), x)
     assert len(one.removed["gate"]) == 2
-    assert "ways.b.weight" not in one.kept
+    assert "ways.b.weight" not in one.remaining
     both = examine(Ways(), [(x,), (x, "b")])
     assert not len(both.removed["gate"])
-    assert "ways.b.weight" in both.kept
-    assert "ways.c.weight" not in both.kept
+    assert "ways.b.weight" in both.remaining
+    assert "ways.c.weight" not in both.remaining
 
 
 def test_all_that_stays_matters():
@@ -92,7 +92,7 @@ def test_all_that_stays_matters():
     fixed = fix_gates(network, values)
     before = fixed(x)
     for name, parameter in fixed.named_parameters():
-        for dim, entries in enumerate(analysis.kept[name]):
+        for dim, entries in enumerate(analysis.remaining[name]):
             for entry in entries.tolist():
                 kept = parameter.detach().clone()
                 with torch.no_grad():

@@ -36,7 +36,7 @@ def check(case):
     if not any(bool(mask.all()) for mask in closed.values()):  # behind such a gate nothing may be left to compute
         assert counter.get_total_flops() // 2 == analysis.multiply_adds()
     for site, mask in closed.items():
-        stays = set(analysis.gates[site].kept_in.tolist()) & set(analysis.gates[site].kept_out.tolist())
+        stays = set(analysis.gates[site].front.tolist()) & set(analysis.gates[site].behind.tolist())
         for unit in stays & set(mask.nonzero().flatten().tolist()):
             assert analysis.reasons[site][unit]
 

@@ -124,10 +124,10 @@ STAYING = {
 def test_closed_units_pass_and_leave(name):
     analysis = examine(Between(PASSING[name]), torch.randn(2, 6, dtype=torch.float64))
     assert len(analysis.removed["gate"]) == 4
-    assert analysis.gates["gate"].kept_in.tolist() == analysis.gates["gate"].kept_out.tolist()
+    assert analysis.gates["gate"].front.tolist() == analysis.gates["gate"].behind.tolist()
     assert not analysis.reasons["gate"]
     assert not analysis.barriers
-    assert analysis.kept["one.weight"][0].tolist() == analysis.gates["gate"].kept_out.tolist()
+    assert analysis.remaining["one.weight"][0].tolist() == analysis.gates["gate"].behind.tolist()
 
 
 @pytest.mark.parametrize("name", STAYING)
@@ -137,7 +137,7 @@ def test_closed_units_stay_and_why(name):
     assert set(analysis.reasons["gate"].values()) == {reason}
     assert not len(analysis.removed["gate"])
     assert name != "unknown" or any(barrier.endswith("in the network") for barrier in analysis.barriers)
-    assert len(analysis.gates["gate"].kept_in) == 4  # the zeros begin behind the gate
+    assert len(analysis.gates["gate"].front) == 4  # the zeros begin behind the gate
 
 
 @pytest.mark.parametrize("name", ["constant", "sigmoid", "softplus", "exp"])
@@ -195,4 +195,4 @@ def test_attention_over_constants_varies():
     )
     analysis = examine(network, torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
     assert not analysis.folds
-    assert len(analysis.gates["gate"].kept_out) == 4
+    assert len(analysis.gates["gate"].behind) == 4

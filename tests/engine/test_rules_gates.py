@@ -32,7 +32,7 @@ def test_a_gate_that_is_drawn_for_ones():
         gate=Gate(1),
     )
     analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True])})
-    assert len(analysis.kept["one.weight"][0]) == 1
+    assert len(analysis.remaining["one.weight"][0]) == 1
 
 
 def test_calls_of_one_gate_have_one_size():
@@ -44,9 +44,9 @@ def test_calls_of_one_gate_have_one_size():
 
     network = Net(forward, one=nn.Linear(6, 4), two=nn.Linear(6, 4), gate=Gate(4), out=nn.Linear(4, 2))
     analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True, False, False, True])})
-    assert analysis.gates["gate"].kept_in.tolist() == [0, 1, 2, 3]
-    assert analysis.gates["gate"].kept_out.tolist() == [1, 2]
-    assert len(analysis.kept["two.weight"][0]) == 4
+    assert analysis.gates["gate"].front.tolist() == [0, 1, 2, 3]
+    assert analysis.gates["gate"].behind.tolist() == [1, 2]
+    assert len(analysis.remaining["two.weight"][0]) == 4
 
 
 def test_constants_that_stay_are_still_computed():
@@ -56,7 +56,7 @@ def test_constants_that_stay_are_still_computed():
     examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
     layers = [nn.Linear(6, 4), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
     analysis = examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
-    assert [len(x) for x in analysis.kept["3.weight"]] == [3, 1]
+    assert [len(x) for x in analysis.remaining["3.weight"]] == [3, 1]
     assert len(analysis.folds[0].units) == 3
 
 
@@ -83,4 +83,4 @@ def test_constants_at_open_gates_vary_unless_the_gates_are_fixed():
     training = analyse(recording, closed)
     assert training.removed["second"].tolist() == [0, 2]
     assert not training.folds
-    assert training.gates["second"].kept_out.tolist() == [1, 3]
+    assert training.gates["second"].behind.tolist() == [1, 3]

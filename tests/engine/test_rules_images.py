@@ -57,7 +57,7 @@ def test_closed_channels_through_layers(name):
     make, removed = LAYERS[name]
     analysis = examine(make(), images())
     assert len(analysis.removed["gate"]) == removed
-    assert len(analysis.gates["gate"].kept_in) == 4
+    assert len(analysis.gates["gate"].front) == 4
     assert not analysis.barriers
 
 
@@ -72,7 +72,7 @@ def test_grouped_convolutions(transposed):
         analysis = examine(network, images(), closed)
         assert analysis.removed["gate"].tolist() == leaves
         if leaves == [0, 1, 2, 3]:
-            assert analysis.kept["out.weight"][1].tolist() == [3, 4, 5]
+            assert analysis.remaining["out.weight"][1].tolist() == [3, 4, 5]
 
 
 def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
@@ -118,4 +118,4 @@ def test_weights_that_depend_on_the_input():
         assert not len(analysis.removed["gate"])
         everything = analyse(recording, {"gate": torch.ones(8, dtype=torch.bool)})
         output = recording.calls[0].outputs[0]
-        assert everything.maps.state(output) == VARIES
+        assert everything.maps.kind(output) == VARIES

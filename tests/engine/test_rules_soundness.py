@@ -1,4 +1,4 @@
-"""What rules say of closed units against what operations make of them: states, needs and what can be taken out."""
+"""What rules say of closed units against what operations make of them: kinds, needs and what can be taken out."""
 
 import pytest
 import torch
@@ -108,10 +108,10 @@ def test_what_is_called_zero_or_constant_is_so(name):
             one, other = ([x] if isinstance(x, torch.Tensor) else list(x) for x in results)
             for value, x, y in zip(recording.calls[0].outputs, one, other, strict=True):
                 for d in range(value.rank):
-                    states = torch.from_numpy(maps.states(value, d))
+                    kinds = torch.from_numpy(maps.kinds(value, d))
                     x_slices, y_slices = x.movedim(d, 0).flatten(1), y.movedim(d, 0).flatten(1)
-                    assert bool((x_slices[states == 0] == 0).all()), (dim, d)
-                    assert torch.equal(x_slices[states == 1], y_slices[states == 1]), (dim, d)
+                    assert bool((x_slices[kinds == 0] == 0).all()), (dim, d)
+                    assert torch.equal(x_slices[kinds == 1], y_slices[kinds == 1]), (dim, d)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -134,10 +134,10 @@ def test_an_operation_on_what_stays_makes_what_stays(name, share):
                 x = closing(numbers(1), dim, closed["gate"])
                 whole, part = first(operation(x)), x
                 for d, axis in enumerate(analysis.maps.axes[one.output]):
-                    part = part.index_select(d, torch.from_numpy(analysis.solution.kept(axis)))
+                    part = part.index_select(d, torch.from_numpy(analysis.solution.remaining(axis)))
                 small = first(operation(part))
                 for d, axis in enumerate(analysis.maps.axes[last.value("input")]):
-                    kept = torch.from_numpy(analysis.solution.kept(axis))
+                    kept = torch.from_numpy(analysis.solution.remaining(axis))
                     assert small.shape[d] == len(kept), (dim, behind)
                     if d == behind:
                         small = small.index_select(d, torch.arange(len(kept))[~closed["last"][kept]])

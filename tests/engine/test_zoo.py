@@ -70,7 +70,7 @@ def test_closed_units_leave_on_one_side_of_their_gate_or_have_a_reason(name):
     analysis = analyse(record(network, entry.example()), {site: z == 0 for site, z in values.items()}, values)
     for site, leaving in entry.leaving(network).items():
         gate = analysis.gates[site]
-        left = len(values[site]) - len(set(gate.kept_in.tolist()) & set(gate.kept_out.tolist()))
+        left = len(values[site]) - len(set(gate.front.tolist()) & set(gate.behind.tolist()))
         assert left >= leaving, (site, analysis.reasons[site])
         if site in entry.stays:
             assert left == leaving
@@ -103,7 +103,9 @@ def test_compacts_to_an_equal_network_of_fewer_operations(name):
     with FlopCounterMode(display=False) as counter:
         call(small, example)
     assert counter.get_total_flops() // 2 + UNCOUNTED.get(name, 0) == analysis.multiply_adds()
-    assert analysis.multiply_adds() < analysis.multiply_adds(kept=False) or name == "factorisation"  # which has none
+    assert (
+        analysis.multiply_adds() < analysis.multiply_adds(remaining=False) or name == "factorisation"
+    )  # which has none
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Solution:
         """For each entry of a dimension, whether the outputs depend on it."""
         return np.asarray(self._needs.of(axis) == TRUE)
 
-    def kept(self, axis: Axis) -> Index:
+    def remaining(self, axis: Axis) -> Index:
         """The entries of a dimension that stay."""
         return np.flatnonzero(self.stays[self.units[axis.dimension]])
 
@@ -85,7 +85,7 @@ class Solution:
                     self._keep(self.units[axis.dimension], text)
         for dimension, text in maps.pins:
             self._keep(self.units[dimension], text)
-        for dimension, entries, text in maps.kept:
+        for dimension, entries, text in maps.pinned_entries:
             self._keep(self.units[dimension][entries], text)
         for operation in maps.recording.operations:
             for relation in maps.relations[operation]:
@@ -166,7 +166,7 @@ def pin_shared_sizes(maps: Maps) -> None:
 
 def keep_parts_even(maps: Maps, solution: Solution) -> bool:
     """Keep units where ``chunk``, ``tensor_split`` or ``split`` would cut the rest elsewhere; return whether any."""
-    before = len(maps.kept)
+    before = len(maps.pinned_entries)
     for operation in maps.recording.operations:
         number = operation.arguments.get("chunks", operation.arguments.get("indices_or_sections"))
         if operation in solution.running and isinstance(number, int):
@@ -176,24 +176,24 @@ def keep_parts_even(maps: Maps, solution: Solution) -> bool:
     for axes in (list(_axes(maps, x).values()) for x in maps.recording.comparisons if x.is_even):
         most = max(map(solution.size, axes), default=0)
         _keep_even(maps, solution, axes, [most] * len(axes), "a split")
-    return len(maps.kept) > before
+    return len(maps.pinned_entries) > before
 
 
-def _keep_even(maps: Maps, solution: Solution, axes: Sequence[Axis], want: list[int], place: str) -> None:
+def _keep_even(maps: Maps, solution: Solution, axes: Sequence[Axis], want: list[int], location: str) -> None:
     """Keep units for parts to have the sizes that are wanted; all, if no more units can make them so."""
-    kept = [solution.kept(axis) for axis in axes]
-    want = want + [0] * (len(kept) - len(want))
-    if [len(entries) for entries in kept] == want:
+    remaining = [solution.remaining(axis) for axis in axes]
+    want = want + [0] * (len(remaining) - len(want))
+    if [len(entries) for entries in remaining] == want:
         return
-    left = [np.setdiff1d(np.arange(axis.size), entries) for axis, entries in zip(axes, kept, strict=True)]
-    more = [rest[: max(size - len(entries), 0)] for rest, size, entries in zip(left, want, kept, strict=True)]
+    left = [np.setdiff1d(np.arange(axis.size), entries) for axis, entries in zip(axes, remaining, strict=True)]
+    more = [rest[: max(size - len(entries), 0)] for rest, size, entries in zip(left, want, remaining, strict=True)]
     for axis, entries in zip(axes, more if any(map(len, more)) else left, strict=True):
-        maps.kept.append((axis.dimension, entries, f"even parts in {place or 'the network'}"))
+        maps.pinned_entries.append((axis.dimension, entries, f"even parts in {location or 'the network'}"))
 
 
 def keep_results(maps: Maps, solution: Solution) -> bool:
-    """Keep units where code would compare the sizes of the rest with another result; return whether any are kept."""
-    integers, before = _Integers(maps, solution.size), len(maps.kept)
+    """Keep units where code would compare the sizes of the rest with another result; return whether that keeps any."""
+    integers, before = _Integers(maps, solution.size), len(maps.pinned_entries)
     known = dict[Source, int](integers.values().items())
     for x in maps.recording.comparisons:
         known.update((source, solution.size(axis)) for source, axis in _axes(maps, x).items())
@@ -203,8 +203,8 @@ def keep_results(maps: Maps, solution: Solution) -> bool:
             is_kept = False
         for axis in [] if is_kept else integers.reached(x):
             if solution.size(axis) < axis.size:
-                maps.kept.append((axis.dimension, np.arange(axis.size), x.text))
-    return len(maps.kept) > before
+                maps.pinned_entries.append((axis.dimension, np.arange(axis.size), x.text))
+    return len(maps.pinned_entries) > before
 
 
 def find_integers(maps: Maps, solution: Solution) -> dict[Holder, int]:
@@ -336,7 +336,7 @@ class _FreeSizes:
         return [leaf for x in factors for leaf in self._leaves(x, around | {name})] or [dimension]
 
 
-def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
+def choose_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
     """Decide which constant inputs may leave, and return the constants, ``(inputs,)`` or ``(inputs, *positions)``.
 
     A bias absorbs an input if its value is the same at all calls of the layer, and at all positions or at least for
@@ -351,7 +351,7 @@ def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
     for layers in chosen.values():
         # Units in front, then examples and positions.
         tensors = [values[layer.input].detach().cpu().movedim(layer.input_dim, 0) for layer in layers]
-        known = [maps.states(layer.input, layer.input_dim) < VARIES for layer in layers]
+        known = [maps.kinds(layer.input, layer.input_dim) < VARIES for layer in layers]
         fits = _agree(layers, tensors, known)
         for layer, tensor in zip(layers, tensors, strict=True):
             layer.reads[layer.candidates & ~fits] = True
@@ -423,7 +423,7 @@ class _Evaluation:
         return found
 
     def _has_constants(self, value: Value) -> bool:
-        return self.maps.state(value) < VARIES or any((x.states < VARIES).any() for x in self.maps.axes[value])
+        return self.maps.kind(value) < VARIES or any((x.kinds < VARIES).any() for x in self.maps.axes[value])
 
     def _tensor(self, value: Value) -> Tensor:
         return self._values.get(value, value.tensor.detach())
@@ -480,8 +480,8 @@ class GateMap:
     front begins here, as zeros. Every unit that is in one alone is closed. All calls of a gate have one map.
     """
 
-    kept_in: Tensor
-    kept_out: Tensor
+    front: Tensor
+    behind: Tensor
 
 
 @dataclass(frozen=True)
@@ -490,7 +490,7 @@ class ReducedNorm:
 
     path: str  # the module, an ``nn.LayerNorm`` or ``nn.RMSNorm``, or a subclass without a forward of its own
     size: int  # number of units that there were
-    kept: Tensor  # those that stay
+    remaining: Tensor  # those that stay
 
 
 @dataclass(frozen=True)
@@ -498,7 +498,7 @@ class Analysis:
     """What :func:`analyse` returns. Indices are int64 on the CPU, in the numbering of the recorded network.
 
     Attributes:
-        kept: by name of a parameter or buffer that was used (every name of a tied one), the indices that stay in
+        remaining: by name of a parameter or buffer that was used (every name of a tied one), the indices that stay in
             each of its dimensions.
         folds: constant inputs that go into biases.
         gates: by site, what stays in front of and behind the gate.
@@ -513,7 +513,7 @@ class Analysis:
         solution: which units stay.
     """
 
-    kept: dict[str, tuple[Tensor, ...]]
+    remaining: dict[str, tuple[Tensor, ...]]
     folds: list[Fold]
     gates: dict[str, GateMap]
     norms: list[ReducedNorm]
@@ -529,21 +529,21 @@ class Analysis:
         """The shape of a recorded value after the units were removed."""
         return tuple(self.solution.size(axis) for axis in self.maps.axes[value])
 
-    def multiply_adds(self, kept: bool = True) -> int:
+    def multiply_adds(self, remaining: bool = True) -> int:
         """Multiply-adds of the recorded calls' contractions and convolutions, without scaled-dot-product attention.
 
         Args:
-            kept: whether to count what stays, or else the recorded network.
+            remaining: whether to count what stays, or else the recorded network.
         """
-        return self._count(kept, is_attention=False)
+        return self._count(remaining, is_attention=False)
 
-    def attention_multiply_adds(self, kept: bool = True) -> int:
+    def attention_multiply_adds(self, remaining: bool = True) -> int:
         """Multiply-adds of scaled-dot-product attention; torch's counter misses them on some machines."""
-        return self._count(kept, is_attention=True)
+        return self._count(remaining, is_attention=True)
 
-    def _count(self, kept: bool, is_attention: bool) -> int:
+    def _count(self, remaining: bool, is_attention: bool) -> int:
         return sum(
-            math.prod(self.solution.size(axis) if kept else axis.size for axis in product.axes)
+            math.prod(self.solution.size(axis) if remaining else axis.size for axis in product.axes)
             for product in self.maps.products
             if product.is_attention == is_attention
         )
@@ -573,11 +573,11 @@ def analyse(
         >>> from pyro_l0.nn.engine import record
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
         >>> analysis = analyse(record(net, torch.ones(1, 2)), {"2": torch.tensor([False, True, False])})
-        >>> analysis.kept["0.weight"]
+        >>> analysis.remaining["0.weight"]
         (tensor([0, 2]), tensor([0, 1]))
     """
     maps = _apply_rules(recording, _masks(recording, closed), values, folds)
-    constants = settle_constants(maps)
+    constants = choose_constants(maps)
     solution = Solution(maps)
     while read_what_stays(maps, solution) or keep_parts_even(maps, solution) or keep_results(maps, solution):
         solution = Solution(maps)
@@ -615,7 +615,7 @@ def _apply_rules(
                 maps.add(value, VARIES)
         _apply_rule(maps, operation)
         for value in operation.made:
-            maps.settle(value)
+            maps.equalise(value)
     for call in recording.calls:
         for value in call.outputs:
             if value not in maps.axes:
@@ -633,7 +633,7 @@ def _add_given(maps: Maps, value: Value) -> None:
     if value.is_given:
         for axis in maps.axes[value]:
             if axis.size > 1:
-                maps.pin(axis.dimension, f"a tensor that is no parameter or buffer, at {maps.place}")
+                maps.pin(axis.dimension, f"a tensor that is no parameter or buffer, at {maps.location}")
 
 
 def _apply_rule(maps: Maps, operation: Operation) -> None:
@@ -662,10 +662,10 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
     def indices(axis: Axis) -> Tensor:
         key = id(solution.units[axis.dimension])
         if key not in found:
-            found[key] = torch.from_numpy(solution.kept(axis))
+            found[key] = torch.from_numpy(solution.remaining(axis))
         return found[key]
 
-    kept = {name: tuple(map(indices, maps.axes[value])) for name, value in maps.recording.named.items()}
+    remaining = {name: tuple(map(indices, maps.axes[value])) for name, value in maps.recording.named.items()}
     gates = {call.site: GateMap(indices(call.front), indices(call.behind)) for call in maps.gates}
     removed, reasons = _gates_of(maps, solution)
     norms = {
@@ -678,7 +678,7 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
         text for operation, text in maps.barriers.items() if operation in solution.running or operation.name != WRITE
     )
     return Analysis(
-        kept,
+        remaining,
         _folds(maps, solution, constants),
         gates,
         list(norms.values()),
@@ -696,8 +696,8 @@ def _gates_of(maps: Maps, solution: Solution) -> tuple[dict[str, Tensor], dict[s
     """By site, the units that leave behind a gate, and the closed ones that stay somewhere, and why."""
     removed, reasons = dict[str, Tensor](), dict[str, dict[int, str]]()
     for call in maps.gates:
-        behind = set(solution.kept(call.behind).tolist())
-        front = set(solution.kept(call.front).tolist())
+        behind = set(solution.remaining(call.behind).tolist())
+        front = set(solution.remaining(call.front).tolist())
         left = [unit for unit in range(call.behind.size) if unit not in behind]
         removed[call.site] = torch.tensor(left, dtype=torch.int64)
         is_closed = maps.closed.get(call.site, np.zeros(call.front.size, dtype=np.bool_))

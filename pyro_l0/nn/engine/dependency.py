@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from pyro_l0.nn.engine.analysis import analyse, settle_constants
+from pyro_l0.nn.engine.analysis import analyse, choose_constants
 from pyro_l0.nn.engine.maps import VARIES, ZERO, Axis, Index, Link, Maps, Mask, Read, Reshape
 from pyro_l0.nn.engine.record import Operation, Recording, Value
 from pyro_l0.nn.engine.statements import FALSE, TRUE, Needs, Statements
@@ -43,7 +43,7 @@ class Presence:
                 for axis in set(reshape.targets).difference(at_least):  # of no tensor, between two reshapes
                     self.known[axis] = self._regroup(reshape, axis)
             for axis in (axis for output in operation.made for axis in opened.dims(output)):
-                self._settle(operation, axis)
+                self._refine(operation, axis)
 
     def whole(self, value: Value) -> Index:
         """The statements that a tensor is not zero as a whole, and that it varies, shape ``(2, 1)``."""
@@ -76,7 +76,7 @@ class Presence:
             entries = self.statements.both_each(entries, self.known[axis][row])
         return np.where(read.where, np.where(closed, TRUE, entries), FALSE)
 
-    def _settle(self, operation: Operation, axis: Axis) -> None:
+    def _refine(self, operation: Operation, axis: Axis) -> None:
         """Find the statements of a dimension of an output, where open gates make a difference."""
         known = self.known[axis]
         is_asked = _rows(axis) < known  # TRUE where it is FALSE with closed gates
@@ -163,7 +163,7 @@ def factors(maps: Maps, operation: Operation) -> list[Value] | None:
 
 def _rows(axis: Axis) -> Index:
     """The statements as far as the rules tell them."""
-    return np.where(np.stack([axis.states != ZERO, axis.states == VARIES]), np.int64(TRUE), np.int64(FALSE))
+    return np.where(np.stack([axis.kinds != ZERO, axis.kinds == VARIES]), np.int64(TRUE), np.int64(FALSE))
 
 
 def _without_indices(entries: Index, values: Iterable[Value]) -> Index:
@@ -193,7 +193,7 @@ class Dependencies(Generic[Of]):
     units: list[Index]  # of every entry, by dimension, where gates keep the units in front and behind apart
     stays: Index  # by unit, the statement that it stays; gates that leave do so in a compacted network
 
-    def kept(self, axis: Axis) -> Index:
+    def remaining(self, axis: Axis) -> Index:
         """For each entry of a dimension, the statement that it stays."""
         return self.stays[self.units[axis.dimension]]
 
@@ -209,14 +209,14 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
     ones = {site: torch.ones(size) for site, size in sizes.items()}
     opened = analyse(recording, {}, ones).maps
     all_closed = analyse(recording, {site: torch.ones(size, dtype=torch.bool) for site, size in sizes.items()}, ones)
-    _forget_what_was_kept(all_closed.maps)
+    _forget_what_stayed(all_closed.maps)
     statements = make(opened)
     gates, number = dict[str, Index](), 0
     for site, size in sizes.items():
         gates[site] = np.array([statements.gate(number + unit) for unit in range(size)], dtype=np.int64)
         number += size
     units = all_closed.solution.units
-    kept = _Kept(statements, units, len(all_closed.solution.stays))
+    remaining = _Remaining(statements, units, len(all_closed.solution.stays))
     presence = Presence(statements, gates, opened, all_closed.maps)
     of_closed = {
         read: other
@@ -229,21 +229,21 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
         axis.dimension for call in recording.calls for x in (*call.inputs, *call.outputs) for axis in opened.axes[x]
     ]
     for dimension in [*certain, *(dimension for dimension, _ in (*opened.pins, *all_closed.maps.pins))]:
-        kept.add(units[dimension], np.full(len(units[dimension]), TRUE))
+        remaining.add(units[dimension], np.full(len(units[dimension]), TRUE))
     for read, entries in needs.read.items():
-        kept.add(units[read.axes[0].dimension], entries)
-    kept.settle(opened, gates)
-    return Dependencies(statements, sizes, opened, units, kept.stays)
+        remaining.add(units[read.axes[0].dimension], entries)
+    remaining.solve(opened, gates)
+    return Dependencies(statements, sizes, opened, units, remaining.stays)
 
 
-def _forget_what_was_kept(maps: Maps) -> None:
+def _forget_what_stayed(maps: Maps) -> None:
     """Let layers read only the constants that no bias can absorb, not those that keep a dimension from being empty."""
     for layer in maps.constant_inputs:
         layer.reads[layer.candidates] = False
-    settle_constants(maps)
+    choose_constants(maps)
 
 
-class _Kept:
+class _Remaining:
     """By unit, the statement that it stays, as far as it is known."""
 
     def __init__(self, statements: Statements, units: list[Index], count: int) -> None:
@@ -257,7 +257,7 @@ class _Kept:
         pairs = zip(units[new].tolist(), entries[new].tolist(), strict=True)
         return bool(np.any([self._raise(unit, statement) for unit, statement in pairs]))
 
-    def settle(self, maps: Maps, gates: dict[str, Index]) -> None:
+    def solve(self, maps: Maps, gates: dict[str, Index]) -> None:
         """Open gates have one unit in front and behind, and an entry of a box stays iff all its factors do."""
         boxes = maps.distinct_boxes(self.units)
         calls = [(gates[x.site], self.units[x.front.dimension], self.units[x.behind.dimension]) for x in maps.gates]

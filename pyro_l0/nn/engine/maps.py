@@ -19,7 +19,7 @@ from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
 # What is known of a slice of a tensor: all zeros, the same whatever the network is given, or neither.
 ZERO, CONSTANT, VARIES = 0, 1, 2
 Mask = npt.NDArray[np.bool_]
-States = npt.NDArray[np.uint8]
+Kinds = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]
 _Entry = TypeVar("_Entry", bound=np.generic)
 
@@ -27,15 +27,15 @@ _Entry = TypeVar("_Entry", bound=np.generic)
 class Axis:
     """One dimension of a recorded tensor: its number in :class:`Slots`, and what is known of each entry's slice."""
 
-    def __init__(self, size: int, dimension: int, state: int) -> None:
+    def __init__(self, size: int, dimension: int, kind: int) -> None:
         self.size = size
         self.dimension = dimension
-        self.states: States = np.full(size, state, dtype=np.uint8)
+        self.kinds: Kinds = np.full(size, kind, dtype=np.uint8)
 
     @property
-    def state(self) -> int:
+    def kind(self) -> int:
         """What is known of the whole tensor, as far as this dimension tells."""
-        return int(self.states.max()) if self.size else ZERO
+        return int(self.kinds.max()) if self.size else ZERO
 
 
 class Slots:
@@ -131,12 +131,12 @@ class Reshape:
     sources: tuple[Axis, ...]
     targets: tuple[Axis, ...]
 
-    def pass_states(self) -> None:
+    def pass_kinds(self) -> None:
         """A slice is as variable as the most variable of what it takes part in."""
-        flat = outer(np.minimum, [axis.states for axis in self.sources])
+        flat = outer(np.minimum, [axis.kinds for axis in self.sources])
         flat = flat.reshape([axis.size for axis in self.targets])
         for dim, axis in enumerate(self.targets):
-            axis.states = flat.max(axis=tuple(d for d in range(flat.ndim) if d != dim))
+            axis.kinds = flat.max(axis=tuple(d for d in range(flat.ndim) if d != dim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,9 @@ class Maps:
     zero_channels: dict[str, Mask] = field(default_factory=dict)  # by path of a BatchNorm, zero in front of it
     barriers: dict[Operation, str] = field(default_factory=dict)  # of which nothing is known
     pins: list[tuple[int, str]] = field(default_factory=list)  # dimensions that have to stay, and why
-    kept: list[tuple[int, Index, str]] = field(default_factory=list)  # entries that also do, for these closed gates
+    pinned_entries: list[tuple[int, Index, str]] = field(
+        default_factory=list
+    )  # entries that also do, for these closed gates
     roots: list[Value] = field(default_factory=list)  # that the network's own code branches on
     _numbers: dict[Value, Axis] = field(default_factory=dict)
     _operation: Operation | None = None
@@ -225,38 +227,38 @@ class Maps:
         self._operation = operation
         self.relations[operation] = []
 
-    def add(self, value: Value, state: int) -> None:
+    def add(self, value: Value, kind: int) -> None:
         """A value whose dimensions belong to nothing yet."""
-        self.axes[value] = [Axis(size, self.slots.new(size), state) for size in value.shape]
+        self.axes[value] = [Axis(size, self.slots.new(size), kind) for size in value.shape]
         if not value.shape:
-            self._numbers[value] = Axis(1, -1, state)
+            self._numbers[value] = Axis(1, -1, kind)
 
     def dims(self, value: Value) -> list[Axis]:
         """The dimensions of a value; for a number, one of size 1 that stands for it and is not in the slots."""
         return self.axes[value] or [self._numbers[value]]
 
-    def state(self, value: Value) -> int:
+    def kind(self, value: Value) -> int:
         """What is known of a whole tensor, one number of :data:`ZERO`, :data:`CONSTANT`, :data:`VARIES`."""
-        return min(axis.state for axis in self.dims(value))
+        return min(axis.kind for axis in self.dims(value))
 
-    def states(self, value: Value, dim: int) -> States:
+    def kinds(self, value: Value, dim: int) -> Kinds:
         """What is known of each slice of a tensor along a dimension, shape ``(size,)``."""
-        return self.axes[value][dim].states
+        return self.axes[value][dim].kinds
 
-    def broadcast_states(self, value: Value, dim: int, size: int) -> States:
+    def broadcast_kinds(self, value: Value, dim: int, size: int) -> Kinds:
         """The same along a dimension of an output: for each entry that of the whole where it reads the whole."""
         if -value.rank <= dim < value.rank and value.shape[dim] == size:
-            return self.states(value, dim)
-        return np.full(size, self.state(value), dtype=np.uint8)
+            return self.kinds(value, dim)
+        return np.full(size, self.kind(value), dtype=np.uint8)
 
-    def set_states(self, value: Value, dim: int, states: States) -> None:
+    def set_kinds(self, value: Value, dim: int, kinds: Kinds) -> None:
         """Say what is known of each slice of a tensor along a dimension, shape ``(size,)``."""
-        self.axes[value][dim].states = states
+        self.axes[value][dim].kinds = kinds
 
-    def set_state(self, value: Value, state: int) -> None:
+    def set_kind(self, value: Value, kind: int) -> None:
         """Say what is known of a whole tensor."""
         for axis in self.dims(value):
-            axis.states = np.full(axis.size, state, dtype=np.uint8)
+            axis.kinds = np.full(axis.size, kind, dtype=np.uint8)
 
     def same(
         self, source: Value, dim: int, target: Value, target_dim: int, where: Mask | None = None, tied: bool = True
@@ -289,11 +291,11 @@ class Maps:
             least: what entries become at least, such as :data:`CONSTANT` for zeros to which something is added.
             nonzero: what entries that are not zero become at least.
         """
-        states = self.states(source, dim)
+        kinds = self.kinds(source, dim)
         self.same(source, dim, target, target_dim)
         if nonzero:
-            states = np.where(states == ZERO, states, np.maximum(states, np.uint8(nonzero)))
-        self.set_states(target, target_dim, np.maximum(states, np.uint8(least)) if least else states)
+            kinds = np.where(kinds == ZERO, kinds, np.maximum(kinds, np.uint8(nonzero)))
+        self.set_kinds(target, target_dim, np.maximum(kinds, np.uint8(least)) if least else kinds)
 
     def passes_rest(self, source: Value, target: Value, *dims: int, least: int = ZERO) -> None:
         """All dimensions but some pass, as :meth:`passes` says, each to the one of its number."""
@@ -308,12 +310,12 @@ class Maps:
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         self.slots.join_entries(one.dimension, entries, other.dimension, target_entries)
         self._say(Link(one, other, entries, target_entries))
-        states = other.states.copy()
-        states[target_entries] = one.states[entries]
-        other.states = states
+        kinds = other.kinds.copy()
+        kinds[target_entries] = one.kinds[entries]
+        other.kinds = kinds
 
-    def keeps_place(self, before: Value, output: Value) -> None:
-        """The output takes the place of a value, or its sizes, and reads nothing of it."""
+    def replaces(self, before: Value, output: Value) -> None:
+        """The output has the units of a value, which it overwrites or has the sizes of, and reads nothing of it."""
         for dim in range(before.rank):
             self.tie(self.axes[before][dim], self.axes[output][dim])
 
@@ -335,7 +337,7 @@ class Maps:
         axes = tuple(self.axes[value][dim] for value, dim in operands)
         for axis in axes[1:]:
             self.tie(axes[0], axis)
-        self._say(Read(axes, where, self.place, groups, behind))
+        self._say(Read(axes, where, self.location, groups, behind))
 
     def fixes(self, value: Value, *dims: int) -> None:
         """Say that all entries of these dimensions of an input or output must stay for the operation to run."""
@@ -348,7 +350,7 @@ class Maps:
         output = self.operation.output
         for dim in dims:
             self.reads((value, dim))
-            self.set_states(output, dim, np.full(output.shape[dim], self.axes[output][dim].state, dtype=np.uint8))
+            self.set_kinds(output, dim, np.full(output.shape[dim], self.axes[output][dim].kind, dtype=np.uint8))
 
     def takes_constants(self, weight: Value, bias: Value | None) -> bool:
         """Whether constants may leave into a layer's bias: it is a parameter, or missing in a layer of torch's."""
@@ -362,7 +364,7 @@ class Maps:
         self, x: tuple[Value, int], weight: tuple[Value, int], where: Mask, bias: Value | None, is_padded: bool = False
     ) -> None:
         """Entries are read together as in :meth:`reads`, but the constant ones may leave into a layer's bias."""
-        varies = self.states(*x) == VARIES
+        varies = self.kinds(*x) == VARIES
         self.reads(x, weight, where=where & varies)
         read = self.relations[self.operation][-1]
         assert isinstance(read, Read)
@@ -373,7 +375,7 @@ class Maps:
 
     def pin(self, dimension: int, reason: str | None = None) -> None:
         """All entries of a dimension have to stay."""
-        self.pins.append((dimension, reason or self.place))
+        self.pins.append((dimension, reason or self.location))
 
     def box(self, factors: Sequence[int], flat: int, is_view: bool = False) -> None:
         """Entries of a dimension are the combinations of entries of others, the last one running fastest."""
@@ -395,7 +397,7 @@ class Maps:
         else:
             self.slots.join(flat, targets[0].dimension)
         relation = Reshape(tuple(sources), tuple(targets))
-        relation.pass_states()
+        relation.pass_kinds()
         self._say(relation)
 
     def free(self, size: int) -> Axis:
@@ -411,7 +413,7 @@ class Maps:
 
     def barrier(self) -> None:
         """Say that nothing is known of the operation: all that it touches stays."""
-        self.barriers[self.operation] = self.place
+        self.barriers[self.operation] = self.location
         for value in [*self.operation.inputs, *self.operation.made]:
             for dim in range(value.rank):
                 if self.operation.name == WRITE:  # which does not run, and matters only if the memory is read again
@@ -426,7 +428,7 @@ class Maps:
         return self._operation
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The operation and the module that it runs in, for messages."""
         return f"{self.operation.name.removeprefix('aten::')} in {self.operation.path or 'the network'}"
 
@@ -434,12 +436,12 @@ class Maps:
         """The module that runs the operation."""
         return self.recording.network.get_submodule(self.operation.path)
 
-    def settle(self, value: Value) -> None:
+    def equalise(self, value: Value) -> None:
         """A tensor that one dimension shows to be zero, or constant, is so along every dimension."""
-        state = self.state(value)
-        if state < VARIES:
+        kind = self.kind(value)
+        if kind < VARIES:
             for axis in self.axes[value]:
-                axis.states = np.minimum(axis.states, state)
+                axis.kinds = np.minimum(axis.kinds, kind)
 
     def _say(self, relation: Link | Reshape | Read) -> None:
         self.relations[self.operation].append(relation)

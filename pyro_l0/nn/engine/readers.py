@@ -156,7 +156,7 @@ def _dim_of(value: Value, dim: int, root: Value) -> int:
 def _grouped(
     maps: Maps, operation: Operation, pairs: _Pairs
 ) -> tuple[tuple[Value, int, int], set[tuple[int, int]]] | None:
-    """The weight of a convolution in groups that reads units, whose inputs are pairs of a group and a place in it."""
+    """The weight of a convolution in groups that reads units, whose inputs are pairs of a group and an entry of it."""
     if not operation.name.endswith("convolution") or operation.integer("groups") == 1:
         return None
     axis = maps.axes[operation.value("input")][1]

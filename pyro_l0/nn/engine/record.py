@@ -574,7 +574,7 @@ def _give_back(held: Iterable[tuple[Any, Any]]) -> None:
 
 
 def copied(network: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
-    """A deep copy. What a module computed and keeps, as in a cache, is kept as numbers there, without their graph.
+    """A deep copy. What a module computed and keeps, as in a cache, stays as numbers there, without their graph.
 
     ``memo`` has, by identity of an object, what takes its place.
     """

@@ -203,13 +203,13 @@ class NormalForms(Statements):
         unique = {self._known.setdefault(clause, clause): None for clause in reduced if clause is not None}
         ordered = sorted(unique, key=len)
         left = set(ordered)
-        kept = []
+        remaining = []
         for clause in ordered:
             left.discard(clause)
             if not self._follows(clause, left):
-                kept.append(clause)
+                remaining.append(clause)
                 left.add(clause)
-        return kept
+        return remaining
 
     def _beside(self, clause: Clause, parts: list[tuple[Clause, set[int]]]) -> Clause | None:
         """What a clause says beside others: its literals' statements without theirs; None if nothing.

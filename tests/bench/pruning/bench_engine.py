@@ -106,7 +106,7 @@ def main() -> None:
         print(
             f"{name:10}{len(recording.operations):11}{recording_seconds:8.2f}{call_seconds:8.2f}{seconds:10.2f}"
             f"{removed:9} of {sum(int(mask.sum()) for mask in closed.values()):6}"
-            f"{analysis.multiply_adds(kept=False):17,} to {analysis.multiply_adds():,}"
+            f"{analysis.multiply_adds(remaining=False):17,} to {analysis.multiply_adds():,}"
         )
 
 

@@ -112,7 +112,7 @@ def test_counts_of_given_gates_are_those_of_the_analysis(name):
             assert cost.macs(gates).item() <= expected
             continue
         assert cost.macs(gates).item() == expected
-        kept = [analysis.kept[key] for key, x in network.named_parameters() if x.dim() > 1 and "embed" not in key]
+        kept = [analysis.remaining[key] for key, x in network.named_parameters() if x.dim() > 1 and "embed" not in key]
         assert cost.weights(gates).item() == sum(
             torch.tensor([len(dim) for dim in dims]).prod().item() for dims in kept
         )

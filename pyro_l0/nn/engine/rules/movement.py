@@ -24,7 +24,7 @@ _LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like randint_
 def create_like(maps: Maps, operation: Operation) -> None:
     """Nothing is read but the sizes, which are those of the input."""
     create(maps, operation)
-    maps.keeps_place(operation.value("self"), operation.output)
+    maps.replaces(operation.value("self"), operation.output)
 
 
 @rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
@@ -33,9 +33,9 @@ def create(maps: Maps, operation: Operation) -> None:
     is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
     number = operation.arguments.get("fill_value", operation.arguments.get("s"))
     is_zero = operation.name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like") or number == 0
-    state = VARIES if is_random else ZERO if is_zero else CONSTANT
+    kind = VARIES if is_random else ZERO if is_zero else CONSTANT
     for output in operation.made:
-        maps.set_state(output, state)
+        maps.set_kind(output, kind)
         if operation.name in _ORDERED and output.shape[0] > 1:  # which numbers they are, code can't say of fewer
             maps.pin(maps.axes[output][0].dimension)
 
@@ -65,12 +65,12 @@ def view(maps: Maps, operation: Operation) -> None:
             maps.passes(x, dims[0], output, output_dims[0])
         else:
             maps.reshape([maps.axes[x][d] for d in dims], [maps.axes[output][d] for d in output_dims])
-    state = maps.state(x)
+    kind = maps.kind(x)
     for dim, size in enumerate(output.shape):
         if size == 1:
-            maps.set_states(output, dim, np.full(1, state, dtype=np.uint8))
+            maps.set_kinds(output, dim, np.full(1, kind, dtype=np.uint8))
     if not output.shape:
-        maps.set_state(output, state)
+        maps.set_kind(output, kind)
 
 
 def _common_parts(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -107,7 +107,7 @@ def _permute(maps: Maps, x: Value, output: Value, order: Sequence[int]) -> None:
     for output_dim, dim in enumerate(order):
         maps.passes(x, dim, output, output_dim)
     if not output.shape:
-        maps.set_state(output, maps.state(x))
+        maps.set_kind(output, maps.kind(x))
 
 
 @rule("aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat")
@@ -115,7 +115,7 @@ def expand(maps: Maps, operation: Operation) -> None:
     """A repeated dimension is a product of the copies, which all stay, and of what is copied; one entry alone stays."""
     x, output = operation.value("self"), operation.output
     new = output.rank - x.rank
-    maps.set_state(output, maps.state(x))
+    maps.set_kind(output, maps.kind(x))
     for dim, size in enumerate(x.shape):
         if size == output.shape[dim + new]:
             maps.passes(x, dim, output, dim + new)
@@ -145,9 +145,9 @@ def stack(maps: Maps, operation: Operation) -> None:
     """Tensors are joined along a new dimension, which stays."""
     output = operation.output
     dim = operation.integer("dim") % output.rank
-    states = np.array([maps.state(x) for x in operation.inputs], dtype=np.uint8)
+    kinds = np.array([maps.kind(x) for x in operation.inputs], dtype=np.uint8)
     maps.fixes(output, dim)
-    maps.set_states(output, dim, states)
+    maps.set_kinds(output, dim, kinds)
     _share(maps, operation.inputs, output, {d: d + (d >= dim) for d in range(output.rank - 1)})
 
 
@@ -156,7 +156,7 @@ def _share(maps: Maps, tensors: Sequence[Value], output: Value, dims: dict[int, 
     for dim, output_dim in dims.items():
         for x in tensors:
             maps.same(x, dim, output, output_dim)
-        maps.set_states(output, output_dim, np.maximum.reduce([maps.states(x, dim) for x in tensors]))
+        maps.set_kinds(output, output_dim, np.maximum.reduce([maps.kinds(x, dim) for x in tensors]))
 
 
 @rule("aten::slice", "aten::narrow")
@@ -213,11 +213,11 @@ def select(maps: Maps, operation: Operation) -> None:
         for d in range(x.rank):
             if d != dim:
                 maps.passes(x, d, output, d - (d > dim))
-        state = min(int(maps.states(x, dim)[index]), maps.state(x))
+        kind = min(int(maps.kinds(x, dim)[index]), maps.kind(x))
         if not output.shape:
-            maps.set_state(output, state)
+            maps.set_kind(output, kind)
         for axis in maps.axes[output]:
-            axis.states = np.minimum(axis.states, np.uint8(state))
+            axis.kinds = np.minimum(axis.kinds, np.uint8(kind))
 
 
 @rule("aten::constant_pad_nd", "aten::pad")
@@ -225,24 +225,24 @@ def pad(maps: Maps, operation: Operation) -> None:
     """Constant entries are added at both ends of a dimension, where they stay; other modes copy entries."""
     x, output = operation.inputs[0], operation.output
     amounts = operation.integers("pad")
-    state = CONSTANT if operation.arguments["value"] else ZERO
+    kind = CONSTANT if operation.arguments["value"] else ZERO
     is_constant = operation.arguments.get("mode", "constant") == "constant"
     for dim, size in enumerate(x.shape):
         start = 2 * (x.rank - 1 - dim)
         before, behind = amounts[start : start + 2] if start < len(amounts) else (0, 0)
         if before == behind == 0:
-            maps.passes(x, dim, output, dim, state)
+            maps.passes(x, dim, output, dim, kind)
         elif min(before, behind) < 0 or not is_constant:
             maps.fixes(x, dim)
             maps.fixes(output, dim)
-            maps.set_states(output, dim, np.full(output.shape[dim], max(maps.state(x), state), dtype=np.uint8))
+            maps.set_kinds(output, dim, np.full(output.shape[dim], max(maps.kind(x), kind), dtype=np.uint8))
         else:
-            maps.set_states(output, dim, np.full(size + before + behind, state, dtype=np.uint8))
+            maps.set_kinds(output, dim, np.full(size + before + behind, kind, dtype=np.uint8))
             maps.part(x, dim, output, dim, np.arange(size), np.arange(size) + before)
             new = np.ones(size + before + behind, dtype=np.bool_)
             new[before : before + size] = False
             maps.reads((output, dim), where=new)
-            maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(state)))
+            maps.set_kinds(output, dim, np.maximum(maps.kinds(output, dim), np.uint8(kind)))
 
 
 @rule("aten::pixel_shuffle", "aten::pixel_unshuffle")
@@ -296,7 +296,7 @@ def pool(maps: Maps, operation: Operation) -> None:
     image = range(-int(match[1]), 0)
     maps.fixes(x, *image)
     for output in operation.made:
-        maps.set_state(output, maps.state(x))
+        maps.set_kind(output, maps.kind(x))
         maps.passes_rest(x, output, *image)
         maps.fixes(output, *image)
 
@@ -306,8 +306,8 @@ def embedding(maps: Maps, operation: Operation) -> None:
     """Rows stay, since any of them may be looked up; their features pass."""
     weight, indices, output = operation.value("weight"), operation.value("indices"), operation.output
     maps.fixes(weight, 0)
-    maps.set_state(output, max(maps.state(weight), maps.state(indices), CONSTANT))
-    maps.passes(weight, 1, output, output.rank - 1, nonzero=maps.state(indices))
+    maps.set_kind(output, max(maps.kind(weight), maps.kind(indices), CONSTANT))
+    maps.passes(weight, 1, output, output.rank - 1, nonzero=maps.kind(indices))
     for dim in range(indices.rank):
         maps.same(indices, dim, output, dim)
 
@@ -320,7 +320,7 @@ def gather(maps: Maps, operation: Operation) -> None:
     _look_up(maps, x, [index], output)
     for d in range(x.rank):
         if d != dim and x.shape[d] == output.shape[d]:
-            maps.passes(x, d, output, d, nonzero=maps.state(index))
+            maps.passes(x, d, output, d, nonzero=maps.kind(index))
             maps.same(index, d, output, d)
         else:
             for value in (x, index, output):
@@ -352,7 +352,7 @@ def index(maps: Maps, operation: Operation) -> None:
     passed = [d for d in range(x.rank) if d not in used]
     free = [d for d in range(output.rank) if not first <= d < first + rank]
     for d, target in zip(passed, free, strict=True):
-        maps.passes(x, d, output, target, nonzero=max(map(maps.state, tensors)))
+        maps.passes(x, d, output, target, nonzero=max(map(maps.kind, tensors)))
 
 
 @rule("aten::index_add", "aten::index_copy", "aten::scatter_add", "aten::scatter", "aten::scatter_reduce")
@@ -364,7 +364,7 @@ def write_by_index(maps: Maps, operation: Operation) -> None:
     if source is None or source.rank != x.rank:
         return maps.barrier()
     used = operation.integer("dim") % x.rank
-    maps.set_state(output, max(maps.state(x), maps.state(source), maps.state(numbers)))
+    maps.set_kind(output, max(maps.kind(x), maps.kind(source), maps.kind(numbers)))
     if numbers.rank < x.rank:
         maps.fixes(numbers, *range(numbers.rank))
     for dim, size in enumerate(x.shape):
@@ -374,11 +374,11 @@ def write_by_index(maps: Maps, operation: Operation) -> None:
             continue
         for value in (x, *written):
             maps.same(value, dim, output, dim)
-        states = np.maximum(maps.states(x, dim), maps.states(source, dim))
-        varies = np.maximum(states, np.uint8(maps.state(numbers)))
-        maps.set_states(output, dim, np.where(states == ZERO, states, varies))
+        kinds = np.maximum(maps.kinds(x, dim), maps.kinds(source, dim))
+        varies = np.maximum(kinds, np.uint8(maps.kind(numbers)))
+        maps.set_kinds(output, dim, np.where(kinds == ZERO, kinds, varies))
 
 
 def _look_up(maps: Maps, x: Value, indices: list[Value], output: Value) -> None:
     """What is looked up in zeros is zero; what is looked up in constants varies with the index."""
-    maps.set_state(output, ZERO if maps.state(x) == ZERO else max([maps.state(x), *map(maps.state, indices)]))
+    maps.set_kind(output, ZERO if maps.kind(x) == ZERO else max([maps.kind(x), *map(maps.kind, indices)]))

@@ -38,11 +38,11 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
     dims = {dim % x.rank for dim in given} if given and x.rank else set(range(x.rank))
     keeps = bool(operation.arguments.get("keepdim", False))
     for dim in sorted(dims):
-        maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
+        maps.reads((x, dim), where=maps.kinds(x, dim) != ZERO if zeros_leave else None)
     rest = [dim for dim in range(x.rank) if dim not in dims]
     for output in operation.made:
         least = _least(operation, output)
-        maps.set_state(output, max(maps.state(x), least))
+        maps.set_kind(output, max(maps.kind(x), least))
         for index, dim in enumerate(rest):
             maps.passes(x, dim, output, dim if keeps else index, least)
 
@@ -63,7 +63,7 @@ def along(maps: Maps, operation: Operation) -> None:
 
 
 def _least(operation: Operation, output: Value) -> int:
-    """What becomes of zeros: constants in sums of exponentials, and where places are returned."""
+    """What becomes of zeros: constants in sums of exponentials, and where positions are returned."""
     is_number = output.dtype.is_floating_point or output.dtype.is_complex
     return CONSTANT if operation.name in ("aten::logsumexp", "aten::logcumsumexp") or not is_number else ZERO
 
@@ -98,7 +98,7 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
     """
     x = operation.value("input")
     channel = min(1, x.rank - 1)
-    is_zero = maps.states(x, channel) == ZERO
+    is_zero = maps.kinds(x, channel) == ZERO
     before = maps.zero_channels.get(operation.path)
     maps.zero_channels[operation.path] = is_zero if before is None else is_zero & before
     maps.passes_rest(x, operation.output, least=_smallest(maps, operation))
@@ -113,7 +113,7 @@ def instance_norm(maps: Maps, operation: Operation) -> None:
     maps.passes_rest(x, output, least=_smallest(maps, operation))
     _scale(maps, operation, 1)
     if operation.maybe("bias") is None and operation.maybe("running_mean") is None:
-        maps.set_states(output, 1, maps.states(x, 1))
+        maps.set_kinds(output, 1, maps.kinds(x, 1))
     maps.mixes(x, *range(2, x.rank))
     maps.fixes(x, *range(2, x.rank))
 
@@ -121,7 +121,7 @@ def instance_norm(maps: Maps, operation: Operation) -> None:
 def _smallest(maps: Maps, operation: Operation) -> int:
     """What a norm makes of zeros: constants, if its weight and bias are."""
     parameters = [operation.maybe(name) for name in ("weight", "bias")]
-    return max([CONSTANT, *(maps.state(x) for x in parameters if x is not None)])
+    return max([CONSTANT, *(maps.kind(x) for x in parameters if x is not None)])
 
 
 def _scale(maps: Maps, operation: Operation, *dims: int) -> None:
@@ -146,8 +146,8 @@ def group_norm(maps: Maps, operation: Operation) -> None:
     maps.tie(maps.axes[x][1], channels)
     maps.box([maps.slots.new(groups), maps.fixed(channels.size // groups).dimension], channels.dimension)
     maps.reads((x, 1), groups=groups, behind=channels)
-    each = maps.states(x, 1).reshape(groups, -1).max(1).repeat(channels.size // groups)
-    maps.set_states(output, 1, np.maximum(each, np.uint8(least)))
+    each = maps.kinds(x, 1).reshape(groups, -1).max(1).repeat(channels.size // groups)
+    maps.set_kinds(output, 1, np.maximum(each, np.uint8(least)))
     _scale(maps, operation, 1)
 
 
@@ -166,10 +166,10 @@ def rms_norm(maps: Maps, operation: Operation) -> None:
     """Units share a scale. A unit that is zero stays zero, and may leave an RMSNorm of torch, which then counts it."""
     shape = operation.integers("normalized_shape")
     x, output = operation.value("input"), operation.output
-    zeros = maps.states(x, x.rank - 1) == ZERO
+    zeros = maps.kinds(x, x.rank - 1) == ZERO
     _normalise_units(maps, operation, nn.RMSNorm, x, len(shape))
     if len(shape) == 1:
-        maps.set_states(output, x.rank - 1, np.where(zeros, np.uint8(ZERO), np.uint8(VARIES)))
+        maps.set_kinds(output, x.rank - 1, np.where(zeros, np.uint8(ZERO), np.uint8(VARIES)))
 
 
 @rule("aten::_weight_norm_interface", "aten::_weight_norm")
@@ -177,7 +177,7 @@ def weight_norm(maps: Maps, operation: Operation) -> None:
     """A weight whose slices along one dimension have given norms: that dimension passes, the others stay."""
     x, length, output = operation.value("v"), operation.value("g"), operation.output
     dim = operation.integer("dim") % x.rank
-    maps.set_state(output, max(maps.state(x), maps.state(length)))
+    maps.set_kind(output, max(maps.kind(x), maps.kind(length)))
     maps.same(x, dim, output, dim)
     for d in range(x.rank):
         if d == dim:
@@ -192,10 +192,10 @@ def _normalise_units(maps: Maps, operation: Operation, layer: type[nn.Module], x
     normed = range(x.rank - count, x.rank)
     maps.passes_rest(x, output, least=least)
     for dim in normed:
-        maps.set_states(output, dim, np.full(x.shape[dim], max(maps.state(x), least), dtype=np.uint8))
+        maps.set_kinds(output, dim, np.full(x.shape[dim], max(maps.kind(x), least), dtype=np.uint8))
     _scale(maps, operation, *normed)
     if count == 1 and runs_as(maps.module(), layer):  # other code may do something else with its units
         maps.norms.append((operation.path, maps.axes[x][-1]))
-        maps.reads((x, x.rank - 1), where=maps.states(x, x.rank - 1) != ZERO)
+        maps.reads((x, x.rank - 1), where=maps.kinds(x, x.rank - 1) != ZERO)
     else:
         maps.fixes(x, *normed)

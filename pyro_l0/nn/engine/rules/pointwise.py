@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, GateCall, Maps, Mask, States, rule
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, GateCall, Kinds, Maps, Mask, rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__ = ["is_pointwise", "pointwise"]
@@ -31,7 +31,7 @@ where _prelu_kernel _to_copy"""
 
 @rule(*(f"aten::{name}" for name in _NOT_CALLED_SO.split()))
 def pointwise(maps: Maps, operation: Operation) -> None:
-    """Each entry of the output is made of the entries in its place; zeros stay zeros where the function says so.
+    """Each entry of the output is made of the entries at its position; zeros stay zeros where the function says so.
 
     Whether a product is zero where one factor is, a sum where all terms are, and an activation where its input is,
     follows from the function's values at zeros.
@@ -40,17 +40,17 @@ def pointwise(maps: Maps, operation: Operation) -> None:
     is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
     if is_random and not operation.name.startswith(("aten::native_dropout", "aten::dropout")):
         combine(maps, operation, operands, [])
-        maps.set_state(operation.output, VARIES)
+        maps.set_kind(operation.output, VARIES)
         return
     combine(maps, operation, operands, _zeroing(operation, operands))
 
 
 @rule("aten::copy_")
 def copy(maps: Maps, operation: Operation) -> None:
-    """The output is what is copied; nothing reads the previous values, but they keep their entries."""
+    """The output is what is copied; nothing reads the previous values, which have the same units."""
     before, source = operation.value("self"), operation.value("src")
     combine(maps, operation, [source], [(0,)])
-    maps.keeps_place(before, operation.output)
+    maps.replaces(before, operation.output)
 
 
 @rule("aten::glu")
@@ -64,19 +64,19 @@ def glu(maps: Maps, operation: Operation) -> None:
         else:
             for start in (size, 0):
                 maps.part(x, dim, output, dim, np.arange(start, start + size), np.arange(size))
-            states = maps.states(x, dim)
-            both = np.maximum(states[:size], states[size:])
-            maps.set_states(output, dim, np.where(states[:size] == ZERO, np.uint8(ZERO), both))
+            kinds = maps.kinds(x, dim)
+            both = np.maximum(kinds[:size], kinds[size:])
+            maps.set_kinds(output, dim, np.where(kinds[:size] == ZERO, np.uint8(ZERO), both))
 
 
 @rule("aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_")
 def overwrite(maps: Maps, operation: Operation) -> None:
-    """Nothing reads the previous values, but they keep their entries."""
+    """Nothing reads the previous values, which have the same units."""
     before, output = operation.value("self"), operation.output
-    maps.keeps_place(before, output)
+    maps.replaces(before, output)
     number = operation.maybe("value")
-    filled = CONSTANT if number is None else maps.state(number)
-    maps.set_state(output, {"aten::zero_": ZERO, "aten::fill_": filled}.get(operation.name, VARIES))
+    filled = CONSTANT if number is None else maps.kind(number)
+    maps.set_kind(output, {"aten::zero_": ZERO, "aten::fill_": filled}.get(operation.name, VARIES))
 
 
 def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing: Sequence[tuple[int, ...]]) -> None:
@@ -87,24 +87,24 @@ def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing
     output = operation.output
     for output_dim, size in enumerate(output.shape):
         dim = output_dim - output.rank
-        states = [maps.broadcast_states(x, dim, size) for x in operands]
+        kinds = [maps.broadcast_kinds(x, dim, size) for x in operands]
         for number, operand in enumerate(operands):
             if -dim <= operand.rank and operand.shape[dim] == size:
-                others = [states[group[0]] == ZERO for group in zeroing if len(group) == 1 and group != (number,)]
+                others = [kinds[group[0]] == ZERO for group in zeroing if len(group) == 1 and group != (number,)]
                 where: Mask | None = ~np.logical_or.reduce(others) if others else None
                 maps.same(operand, dim, output, output_dim, where)
             elif -dim <= operand.rank:
                 maps.fixes(operand, dim)  # one entry for all
-        maps.set_states(output, output_dim, _states_of(states, zeroing))
+        maps.set_kinds(output, output_dim, _kinds_of(kinds, zeroing))
     if not output.shape:
-        numbers = [np.array([maps.state(x)], dtype=np.uint8) for x in operands]
-        maps.set_state(output, int(_states_of(numbers, zeroing)[0]))
+        numbers = [np.array([maps.kind(x)], dtype=np.uint8) for x in operands]
+        maps.set_kind(output, int(_kinds_of(numbers, zeroing)[0]))
 
 
-def _states_of(states: Sequence[States], zeroing: Sequence[tuple[int, ...]]) -> States:
-    result: States = np.maximum(np.maximum.reduce(states), np.uint8(CONSTANT))
+def _kinds_of(kinds: Sequence[Kinds], zeroing: Sequence[tuple[int, ...]]) -> Kinds:
+    result: Kinds = np.maximum(np.maximum.reduce(kinds), np.uint8(CONSTANT))
     for group in zeroing:
-        is_zero = np.logical_and.reduce([states[number] == ZERO for number in group])
+        is_zero = np.logical_and.reduce([kinds[number] == ZERO for number in group])
         result = np.where(is_zero, np.uint8(ZERO), result)
     return result
 
@@ -175,10 +175,10 @@ def gate(maps: Maps, operation: Operation) -> None:
     if is_closed.any():
         open_units = np.flatnonzero(~is_closed)
         maps.slots.join_entries(front.dimension, open_units, behind.dimension, open_units)
-    maps.set_states(output, unit_dim, np.where(is_closed, np.uint8(ZERO), maps.states(x, unit_dim)))
+    maps.set_kinds(output, unit_dim, np.where(is_closed, np.uint8(ZERO), maps.kinds(x, unit_dim)))
     if maps.values is None:
         for axis in maps.axes[output]:
-            axis.states = np.where(axis.states == CONSTANT, np.uint8(VARIES), axis.states)
+            axis.kinds = np.where(axis.kinds == CONSTANT, np.uint8(VARIES), axis.kinds)
     for call in maps.gates:
         if call.site == site:  # one module, so one size in front and one behind
             maps.tie(call.front, front)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import CONSTANT, ZERO, Axis, Maps, Product, Reshape, States, rule
+from pyro_l0.nn.engine.maps import CONSTANT, ZERO, Axis, Kinds, Maps, Product, Reshape, rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__ = ["contract"]
@@ -115,7 +115,7 @@ def contract(
             for x, dim in found:
                 maps.same(x, dim, output, result.index(letter))
         else:
-            where = np.logical_and.reduce([maps.states(x, dim) != ZERO for x, dim in found])
+            where = np.logical_and.reduce([maps.kinds(x, dim) != ZERO for x, dim in found])
             if folds:
                 maps.reads_or_folds(found[0], found[1], where, bias)
             else:
@@ -130,28 +130,28 @@ def contract(
 
 def _set_states(maps: Maps, operands: Sequence[_Labelled], result: str, output: Value) -> None:
     """A slice of a product is zero if it is in one factor, and varies if it does in one."""
-    wholes = [maps.state(x) for x, _ in operands]
+    wholes = [maps.kind(x) for x, _ in operands]
     is_zero = ZERO in wholes
-    maps.set_state(output, ZERO if is_zero else max(wholes))
+    maps.set_kind(output, ZERO if is_zero else max(wholes))
     for dim, letter in enumerate("" if is_zero else result):
         dims = [(x, term.index(letter) if letter in term else x.rank) for x, term in operands]
-        each = [maps.broadcast_states(x, number, output.shape[dim]) for x, number in dims]
-        zero = np.logical_or.reduce([states == ZERO for states in each])
-        maps.set_states(output, dim, np.where(zero, np.uint8(ZERO), np.maximum.reduce(each)))
+        each = [maps.broadcast_kinds(x, number, output.shape[dim]) for x, number in dims]
+        zero = np.logical_or.reduce([kinds == ZERO for kinds in each])
+        maps.set_kinds(output, dim, np.where(zero, np.uint8(ZERO), np.maximum.reduce(each)))
 
 
 def _add(maps: Maps, bias: Value, output: Value) -> None:
     """Something is added to an output; it is not zero any more, unless both are."""
     for output_dim in range(output.rank):
         dim = output_dim - output.rank
-        states = maps.broadcast_states(bias, dim, output.shape[output_dim])
+        kinds = maps.broadcast_kinds(bias, dim, output.shape[output_dim])
         if -dim <= bias.rank and bias.shape[dim] == output.shape[output_dim]:
             maps.same(bias, dim, output, output_dim)
         elif -dim <= bias.rank:
             maps.fixes(bias, dim)
-        maps.set_states(output, output_dim, np.maximum(states, maps.states(output, output_dim)))
+        maps.set_kinds(output, output_dim, np.maximum(kinds, maps.kinds(output, output_dim)))
     if not output.shape:
-        maps.set_state(output, max(maps.state(output), maps.state(bias)))
+        maps.set_kind(output, max(maps.kind(output), maps.kind(bias)))
 
 
 @rule("aten::convolution", "aten::_convolution")
@@ -165,7 +165,7 @@ def convolution(maps: Maps, operation: Operation) -> None:
     is_transposed, groups = bool(operation.arguments["transposed"]), operation.integer("groups")
     maps.passes(x, 0, output, 0)
     images = range(2, x.rank)
-    state = ZERO if ZERO in (maps.state(x), maps.state(weight)) else max(maps.state(x), maps.state(weight))
+    kind = ZERO if ZERO in (maps.kind(x), maps.kind(weight)) else max(maps.kind(x), maps.kind(weight))
     for value in (x, weight, output):
         maps.fixes(value, *images)
     if groups == 1:
@@ -174,18 +174,18 @@ def convolution(maps: Maps, operation: Operation) -> None:
         maps.same(x, 1, output, 1)
         maps.same(weight, 0, output, 1)
         maps.fixes(weight, 1)
-        maps.set_states(output, 1, np.where(maps.states(weight, 0) == ZERO, np.uint8(ZERO), maps.states(x, 1)))
+        maps.set_kinds(output, 1, np.where(maps.kinds(weight, 0) == ZERO, np.uint8(ZERO), maps.kinds(x, 1)))
     else:
         _grouped(maps, x, weight, output, groups, is_transposed)
     for dim in images:
-        maps.set_states(output, dim, np.full(output.shape[dim], state, dtype=np.uint8))
-    if maps.state(weight) > CONSTANT:
+        maps.set_kinds(output, dim, np.full(output.shape[dim], kind, dtype=np.uint8))
+    if maps.kind(weight) > CONSTANT:
         for axis in maps.axes[output]:
-            axis.states = np.where(axis.states == ZERO, axis.states, np.uint8(state))
+            axis.kinds = np.where(axis.kinds == ZERO, axis.kinds, np.uint8(kind))
     if bias is not None:
         maps.same(bias, 0, output, 1)
         for dim in range(output.rank):
-            maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(maps.state(bias))))
+            maps.set_kinds(output, dim, np.maximum(maps.kinds(output, dim), np.uint8(maps.kind(bias))))
     image = x if is_transposed else output
     axes = (*maps.axes[weight], *(maps.axes[image][dim] for dim in (0, *images)))
     maps.products.append(Product(operation, axes))
@@ -194,23 +194,23 @@ def convolution(maps: Maps, operation: Operation) -> None:
 def _dense(maps: Maps, operation: Operation, x: Value, weight: Value, bias: Value | None, is_transposed: bool) -> None:
     """Every output channel reads every input channel."""
     weight_in, weight_out = (0, 1) if is_transposed else (1, 0)
-    where = (maps.states(x, 1) != ZERO) & (maps.states(weight, weight_in) != ZERO)
+    where = (maps.kinds(x, 1) != ZERO) & (maps.kinds(weight, weight_in) != ZERO)
     if not is_transposed and maps.takes_constants(weight, bias):
         is_padded = any(operation.integers("padding")) and any(size > 1 for size in weight.shape[2:])
         maps.reads_or_folds((x, 1), (weight, weight_in), where, bias, is_padded)
     else:
         maps.reads((x, 1), (weight, weight_in), where=where)
     maps.same(weight, weight_out, operation.output, 1)
-    is_zero = maps.states(weight, weight_out) == ZERO
-    maps.set_states(operation.output, 1, np.where(is_zero, np.uint8(ZERO), np.uint8(maps.state(x))))
+    is_zero = maps.kinds(weight, weight_out) == ZERO
+    maps.set_kinds(operation.output, 1, np.where(is_zero, np.uint8(ZERO), np.uint8(maps.kind(x))))
 
 
 def _grouped(maps: Maps, x: Value, weight: Value, output: Value, groups: int, is_transposed: bool) -> None:
-    """The channels are pairs of a group and a place in the group; a group's outputs read its inputs.
+    """The channels are pairs of a group and an entry of it; a group's outputs read its inputs.
 
     In memory a weight, which may be computed, is (out, in of a group), or transposed (in, out of a group).
     """
-    states, inputs, behind = maps.states(x, 1), maps.axes[x][1], maps.axes[output][1]
+    kinds, inputs, behind = maps.kinds(x, 1), maps.axes[x][1], maps.axes[output][1]
     group, channel_in, channel_out = map(maps.free, (groups, x.shape[1] // groups, behind.size // groups))
     maps.box([group.dimension, channel_in.dimension], inputs.dimension)
     maps.box([group.dimension, channel_out.dimension], behind.dimension)
@@ -220,14 +220,14 @@ def _grouped(maps: Maps, x: Value, weight: Value, output: Value, groups: int, is
             maps.pin(channel.dimension)
     relations = maps.relations[maps.operation]
     if is_transposed:
-        maps.reads((x, 1), (weight, 0), where=states != ZERO, groups=groups, behind=behind)
+        maps.reads((x, 1), (weight, 0), where=kinds != ZERO, groups=groups, behind=behind)
         relations.append(Reshape((group, maps.axes[weight][1]), (behind,)))
     else:
         maps.same(weight, 0, output, 1)
         relations.append(Reshape((group, maps.axes[weight][1]), (inputs,)))  # needed where one of these is
-        maps.reads((x, 1), where=states != ZERO, groups=groups, behind=behind)
-    each: States = states.reshape(groups, -1).max(1).repeat(behind.size // groups)
-    maps.set_states(output, 1, each)
+        maps.reads((x, 1), where=kinds != ZERO, groups=groups, behind=behind)
+    each: Kinds = kinds.reshape(groups, -1).max(1).repeat(behind.size // groups)
+    maps.set_kinds(output, 1, each)
 
 
 @rule("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax", "aten::softmax", "aten::log_softmax")
@@ -260,14 +260,14 @@ def attention(maps: Maps, operation: Operation) -> None:
             else:
                 _share_heads(maps, x, output, dim)
     mask = operation.maybe("attn_mask") or operation.maybe("attn_bias")
-    weights = max(maps.state(x) for x in (query, key, mask) if x is not None)
+    weights = max(maps.kind(x) for x in (query, key, mask) if x is not None)
     for dim in (*range(rank - 2), rank - 1):
         if value.shape[dim] == output.shape[dim]:  # zeros stay zeros; constants are weighted token by token
-            states = maps.states(value, dim)
-            maps.set_states(output, dim, np.where(states == ZERO, states, np.maximum(states, np.uint8(weights))))
+            kinds = maps.kinds(value, dim)
+            maps.set_kinds(output, dim, np.where(kinds == ZERO, kinds, np.maximum(kinds, np.uint8(weights))))
     maps.same(query, rank - 2, output, rank - 2)
     maps.same(value, rank - 1, output, rank - 1)
-    where = np.logical_and(maps.states(query, rank - 1) != ZERO, maps.states(key, rank - 1) != ZERO)
+    where = np.logical_and(maps.kinds(query, rank - 1) != ZERO, maps.kinds(key, rank - 1) != ZERO)
     maps.reads(
         (query, rank - 1), (key, rank - 1), where=where if operation.arguments.get("scale") is not None else None
     )

@@ -66,7 +66,7 @@ def pack(maps: Maps, operation: Operation) -> None:
 
 
 def _write(maps: Maps, operation: Operation, weights: Sequence[Value], states: Sequence[Value]) -> None:
-    """Each unit has a row for each of its equations, and its place in the states and in what is returned."""
+    """Each unit has a row for each of its equations, and its entry in the states and in what is returned."""
     made, size = operation.made, operation.made[-1].shape[-1]
     for output in made:
         for weight in weights:
@@ -75,7 +75,7 @@ def _write(maps: Maps, operation: Operation, weights: Sequence[Value], states: S
                     maps.part(weight, 0, output, output.rank - 1, rows, entries)
         for state in states if output.shape[-1] == size else ():
             maps.same(state, state.rank - 1, output, output.rank - 1)
-        maps.set_state(output, VARIES)
+        maps.set_kind(output, VARIES)
     for value in dict.fromkeys([*operation.inputs, *made]):
         if value not in weights:
             maps.fixes(value, *range(max(value.rank - 1, 1)))
@@ -94,4 +94,4 @@ def _chunks(length: int, size: int) -> list[Index]:
 
 def _read(maps: Maps, *operands: tuple[Value, int]) -> None:
     """Entries are read together where none of the factors is zero."""
-    maps.reads(*operands, where=np.logical_and.reduce([maps.states(*operand) != ZERO for operand in operands]))
+    maps.reads(*operands, where=np.logical_and.reduce([maps.kinds(*operand) != ZERO for operand in operands]))
