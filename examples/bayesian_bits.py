@@ -8,7 +8,7 @@ rounded, saved and loaded:
 
 - ``weights``: how many are not zero, and how many times less that is than before the pruning;
 - ``bits``: of a weight, on average, and the rate with these bits in place of 32;
-- ``bytes``: of the whole file, with biases and places, and its rate to the original weights in 32 bits.
+- ``bytes``: of the whole file, with biases and indices, and its rate to the original weights in 32 bits.
 
 ``python examples/mnist.py`` and then ``python examples/bayesian_bits.py`` take half a minute on the digits. For MNIST
 give ``mnist.py`` a recipe of docs/lab/recipes_tables.md.

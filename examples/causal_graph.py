@@ -185,11 +185,11 @@ def plot(graphs: dict[str, Tensor], path: Path) -> None:
     edges = {name: [(i, j) for i, j in graph.nonzero().tolist()] for name, graph in graphs.items()}
     truth = graphs["true graph"]
     angles = [i * 2 * math.pi / len(truth) for i in range(len(truth))]
-    places = {i: (math.cos(angle), math.sin(angle)) for i, angle in enumerate(angles)}
+    positions = {i: (math.cos(angle), math.sin(angle)) for i, angle in enumerate(angles)}
     panels = figure_axes(1, len(graphs), figsize=(9, 3.45))
     for axes, (name, graph) in zip(panels, graphs.items(), strict=True):
         title = f"{name}, distance {structural_distance(graph, truth)}"
-        plot_edges(edges[name], places, known=edges["true graph"], title=title, names=False, axes=axes)
+        plot_edges(edges[name], positions, known=edges["true graph"], title=title, names=False, axes=axes)
         axes.set(aspect="equal", xlim=(-1.1, 1.1), ylim=(-1.1, 1.1))
     save_figure(panels, path)
 

@@ -215,9 +215,9 @@ def main(options: Options) -> dict[str, Any]:
         images = load_cifar(options.data_dir, options.data)
         run = Run(images.hold_out(options.hold_out) if options.hold_out else images, options)
         left_out = ("data_dir", "out", "resume")
-        described = {name: value for name, value in asdict(options).items() if name not in left_out}
-        described |= {"family": "hard_concrete", "device": run.device.type}
-        train(run, path, described, options.resume, first)
+        fingerprint = {name: value for name, value in asdict(options).items() if name not in left_out}
+        fingerprint |= {"family": "hard_concrete", "device": run.device.type}
+        train(run, path, fingerprint, options.resume, first)
         small = run.compacted()
         metrics = {
             **{key: value for key, value in run.history[-1].items() if key != "epoch"},

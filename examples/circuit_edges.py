@@ -145,7 +145,7 @@ def _gated(transformer: Transformer, number: int, steps: int) -> Tensor:
     optimiser = torch.optim.Adam(gates.locations(), **target.optimiser_options)
     for step in range(-steps // 10, steps):  # at first by the KL alone, which lifts the gates that it needs
         optimiser.zero_grad()
-        # Each text draws gates of its own: edges that need one another are told from others only by many draws.
+        # Each text draws gates of its own: only many draws show which edges need one another.
         z = gate.distribution.rsample(torch.Size([GATED_BATCH]))
         _kl(transformer, z, repeated_texts(GATED_BATCH, VOCABULARY, LENGTH)).backward()
         if step >= 0:

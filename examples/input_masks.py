@@ -118,7 +118,7 @@ class Network(nn.Module):
         _, inputs, features = task.x.shape
         self.embed = nn.Linear(features, WIDTH)
         self.gain = nn.Parameter(1 + torch.randn(inputs, WIDTH))
-        self.place = nn.Parameter(0.1 * torch.randn(inputs, WIDTH))
+        self.position = nn.Parameter(0.1 * torch.randn(inputs, WIDTH))
         self.each = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
         self.together = nn.Linear(WIDTH, WIDTH)
         self.out = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, classes or 1))
@@ -129,7 +129,7 @@ class Network(nn.Module):
             nn.init.constant_(self.level.weight, 2.0)  # standard deviation of the logits at the start
 
     def forward(self, x: Tensor) -> Tensor:
-        each = self.each(self.embed(x) * self.gain + self.place)
+        each = self.each(self.embed(x) * self.gain + self.position)
         together = self.together(each.sum(1) / each.shape[1] ** 0.5)
         if self.level is None:
             return self.out(together)
@@ -155,7 +155,7 @@ def _run(task: Task, steps: int) -> tuple[Network, Result]:
     is_open = L0Gate.from_logits(logits).test_gate != 0
     scores = {"L0 masks": logits, "gradient x input": (gradient * task.x).sum(-1), "random": torch.rand_like(logits)}
     chosen = {name: score >= score.topk(MARKED).values[:, -1:] for name, score in scores.items()}
-    chosen["L0 masks"] = is_open  # the masks say how many inputs are needed; the other scores are told
+    chosen["L0 masks"] = is_open  # the masks say how many inputs are needed; the other scores are given it
     known = [] if task.needed is None else [task.needed]
     found = {name: [(these == n).all(1).float().mean().item() for n in known] for name, these in chosen.items()}
     curves, rows = {}, torch.arange(len(x))

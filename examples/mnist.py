@@ -50,7 +50,7 @@ def main(options: Options) -> dict[str, Any]:
     with command.folder(options.out), process_group(options.device) as first:
         images = load_images(options.data, options.data_dir, options.hold_out)
         run = Run(images, options)
-        train(run, path, run.described(images), options.resume, first)
+        train(run, path, run.fingerprint(images), options.resume, first)
         small = run.compacted()
         metrics = {**_metrics(run), "certificate": small.certificate}
         if run.target is not None:

@@ -230,7 +230,7 @@ class VisionTransformer(nn.Module):
         patch = height // 4
         self.images = nn.Unflatten(1, images.image_shape)
         self.patches = nn.Conv2d(channels, WIDTH, patch, stride=patch)
-        self.places = nn.Parameter(0.02 * torch.randn((height // patch) * (width // patch), WIDTH))
+        self.positions = nn.Parameter(0.02 * torch.randn((height // patch) * (width // patch), WIDTH))
         self.attention = nn.ModuleList([Branch(Attention()) for _ in range(BLOCKS)])
         dense = [(nn.Linear(WIDTH, HIDDEN), nn.GELU(), Gate(HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(BLOCKS)]
         self.dense = nn.ModuleList([Branch(nn.Sequential(*layers)) for layers in dense])
@@ -239,7 +239,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the classes of flat images, shape ``(batch, 10)``."""
-        x = self.patches(self.images(x)).flatten(2).mT + self.places
+        x = self.patches(self.images(x)).flatten(2).mT + self.positions
         for attention, dense in zip(self.attention, self.dense, strict=True):
             x = dense(attention(x))
         return self.head(self.norm(x).mean(1))

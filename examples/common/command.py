@@ -82,7 +82,7 @@ def run(main: Callable[[Options], Any], options: type[Options], description: str
         _refuse(error, 2)
     except (OSError, ArithmeticError, MemoryError) as error:
         _refuse(error, 1)
-    except RuntimeError as error:  # torch has no class of its own for a host without memory
+    except RuntimeError as error:  # torch has no class of its own for a CPU without memory
         if "allocate memory" not in str(error) and "out of memory" not in str(error):
             raise
         _refuse(error, 1)

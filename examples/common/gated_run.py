@@ -97,8 +97,8 @@ class GatedRun:
         if self.shrinker is not None:
             self.shrinker.step()
         entry = {"epoch": epoch, "loss": loss, **self.measure(), "seconds": time.perf_counter() - start}
-        for place in not_finite({**self.state_dict(), "entry": entry}):
-            raise FloatingPointError(f"Expected finite values after epoch {epoch}, but got others at {place}.")
+        for name in not_finite({**self.state_dict(), "entry": entry}):
+            raise FloatingPointError(f"Expected finite values after epoch {epoch}, but got others at {name}.")
         return entry
 
     @property
@@ -155,8 +155,8 @@ class GatedRun:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; whatever is missing or of another kind is an error."""
-        for place in not_finite(state):
-            raise ValueError(f"expected finite values, but got others at {place}")
+        for name in not_finite(state):
+            raise ValueError(f"expected finite values, but got others at {name}")
         if self.shrinker is not None:
             self.shrinker.load_state_dict(state["shrinker"])
         for name, part in self.parts().items():
@@ -204,13 +204,13 @@ def check_shares(num_data: int, batch_size: int, number: int) -> None:
         )
 
 
-def train(run: GatedRun, path: Path, described: dict[str, Any], resume: bool, first: bool) -> None:
+def train(run: GatedRun, path: Path, fingerprint: dict[str, Any], resume: bool, first: bool) -> None:
     """Train a run to its end, with a checkpoint after every epoch.
 
     The ``first`` process shows a progress bar on a terminal, and elsewhere prints some twenty lines with the time left.
-    ``described`` is what the checkpoint and the run that resumes it must agree in.
+    ``fingerprint`` is what the checkpoint and the run that resumes it must agree in.
     """
-    checkpoint = Checkpoint(path, described)
+    checkpoint = Checkpoint(path, fingerprint)
     if resume:
         checkpoint.load(run.load_state_dict, run.device)
         if len(run.history) > run.options.epochs:

@@ -280,7 +280,7 @@ class Run(GatedRun):
         """Gates that a target has not moved yet."""
         return self.guide.locations() if self.target is not None and self.target.step <= self.target.start else []
 
-    def described(self, images: Images) -> dict[str, Any]:
+    def fingerprint(self, images: Images) -> dict[str, Any]:
         """What a checkpoint and the run that resumes it must agree in."""
         options = self.options
         same = "data", "network", "objective", "seed", "hold_out", "weight_decay", "shrink", "prior_active_prob"

@@ -41,13 +41,17 @@ def plot_circuit(
 ) -> None:
     """The edges of a circuit between nodes on levels, unknown ones dashed, and by method KL against edges."""
     graph, plot = figure_axes(1, 2, figsize=(13, 5), width_ratios=(3, 2))
-    places = {name: (i - (len(row) - 1) / 2, level) for level, row in enumerate(levels) for i, name in enumerate(row)}
+    positions = {
+        name: (i - (len(row) - 1) / 2, level) for level, row in enumerate(levels) for i, name in enumerate(row)
+    }
     for _, target in kept:
-        if target not in places:  # a query, key or value stands below its head
+        if target not in positions:  # a query, key or value stands below its head
             node, _, letter = target.rpartition(".")
-            x, y = places[node]
-            places[target] = x + 0.24 * ("qkv".index(letter) - 1), y - 0.3
-    plot_edges(kept, places, known=known, title=f"{len(kept)} edges that the gates keep; dashed: not known", axes=graph)
+            x, y = positions[node]
+            positions[target] = x + 0.24 * ("qkv".index(letter) - 1), y - 0.3
+    plot_edges(
+        kept, positions, known=known, title=f"{len(kept)} edges that the gates keep; dashed: not known", axes=graph
+    )
     edges = {method: sorted(found) for method, found in results.items()}
     kls = {method: [[kl for kl, _ in results[method][n]] for n in edges[method]] for method in results}
     curves = {method: [edges[method], [statistics.mean(x) for x in kls[method]]] for method in results}
@@ -100,9 +104,9 @@ def plot_frontier(
     options: dict[str, Any] = {"xlabel": size, "ylabel": error, "xscale": "log", "yscale": "log"}
     across = None if dense is None else {"dense": dense}
     axes = plot_curves(curves, spreads=spreads, lines=across, axes=axes, **options)
-    places = {name: place for place, name in enumerate([*found, *(name for name in theirs if name not in found)])}
+    indices = {name: index for index, name in enumerate([*found, *(name for name in theirs if name not in found)])}
     for name, points in theirs.items():
-        style = series(places[name]) | {"linestyle": "none", "markersize": 7, "markerfacecolor": "none"}
+        style = series(indices[name]) | {"linestyle": "none", "markersize": 7, "markerfacecolor": "none"}
         axes.plot(points[0], points[1], label=f"{name}, published", **style)
     scale(axes, "log", "log")
     axes.legend(fontsize="small")
@@ -117,7 +121,7 @@ def _frontier_points(name: str, values: ArrayLike) -> Array:
 
 def plot_edges(
     edges: Collection[tuple[Hashable, Hashable]],
-    places: Mapping[Hashable, tuple[float, float]],
+    positions: Mapping[Hashable, tuple[float, float]],
     *,
     known: Collection[tuple[Hashable, Hashable]] | None = None,
     title: str = "",
@@ -126,11 +130,11 @@ def plot_edges(
 ) -> Axes:
     """Draw a directed graph; edges that are not among the known ones are dashed, in another colour."""
     axes = figure_axes(figsize=(5, 4)) if axes is None else axes
-    for name, (x, y) in places.items():
+    for name, (x, y) in positions.items():
         if names:
             axes.text(x, y, str(name), ha="center", va="center", bbox={"boxstyle": "round", "fc": "white"}, zorder=3)
     if not names:
-        across, up = np.transpose([*places.values()])
+        across, up = np.transpose([*positions.values()])
         axes.scatter(across, up, s=12, color="0.3")
     for source, target in edges:
         right = known is None or (source, target) in known
@@ -141,8 +145,8 @@ def plot_edges(
             "shrinkA": 14 if names else 4,
             "shrinkB": 14 if names else 4,
         }
-        axes.annotate("", places[target], places[source], arrowprops=arrow)
-    across, up = zip(*places.values(), strict=True)
+        axes.annotate("", positions[target], positions[source], arrowprops=arrow)
+    across, up = zip(*positions.values(), strict=True)
     axes.set_xlim(min(across) - 0.5, max(across) + 0.5)
     axes.set_ylim(min(up) - 0.5, max(up) + 0.5)
     axes.set_title(title)
@@ -163,12 +167,12 @@ def plot_images(
     if axes is None:
         rows, columns = -(-len(shown) // 10), min(len(shown), 10)
         grid = np.atleast_1d(figure_axes(rows, columns, figsize=(columns + 1, 1.15 * rows))).ravel().tolist()
-        for place in grid[len(shown) :]:
-            place.remove()
+        for unused in grid[len(shown) :]:
+            unused.remove()
         axes = grid[: len(shown)]
-    for place, image, title in zip(axes, shown, titles, strict=True):
-        drawn = place.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit)
-        place.set(xticks=[], yticks=[])
-        place.set_title(title, fontsize="x-small")
+    for panel, image, title in zip(axes, shown, titles, strict=True):
+        drawn = panel.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        panel.set(xticks=[], yticks=[])
+        panel.set_title(title, fontsize="x-small")
     axes[0].figure.colorbar(drawn, ax=list(axes), label=label)
     return axes

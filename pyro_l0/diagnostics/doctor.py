@@ -555,7 +555,7 @@ def diagnose(
         network: the network with the gates, to check its BatchNorm and its error. It is called with a batch's first
             entry, or with the entries of that if it is a tuple or list.
         error: takes a network whose gates are fixed and the entries of a batch, and returns an error rate.
-        target: the gates' SparsityTarget, if there is one in place of a price.
+        target: the gates' SparsityTarget, if there is one instead of a price.
         steps_left: the optimiser's steps until the end of the training, 0 at the end; a target knows them.
 
     Returns:

@@ -124,22 +124,24 @@ def measure_gradient(
     return GradientReport(name, gradients.mean(0), gradients.var(0), draws, seconds, slope, found)
 
 
-def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: object, max_states: int = 2**15) -> Tensor:
+def exact_gradient(
+    elbo: L0_ELBO, model: Program, guide: GateGuide, *args: object, max_configurations: int = 2**15
+) -> Tensor:
     """The gradient of an objective in the gates' locations without sampling, in nats, one entry per gate, ``(n,)``.
 
-    The expectation is a sum over all states of Bernoulli gates, and over the atoms and quadrature nodes of others; the
-    states' probabilities carry the gradient. :func:`measure_gradient` has an example with ``exact=True``.
+    The expectation is a sum over all configurations of Bernoulli gates, and over atoms and quadrature nodes of others.
+    Their probabilities carry the gradient. :func:`measure_gradient` has an example with ``exact=True``.
 
     Args:
         elbo: the objective.
         model: the model.
         guide: its guide of gates alone, after its first call.
         *args: the model's arguments.
-        max_states: the maximum number of evaluations of the model.
+        max_configurations: the maximum number of evaluations of the model.
 
     Raises:
         TypeError: ``elbo`` is not an L0_ELBO, or ``guide`` is not over gates.
-        ValueError: there are more states, or the guide has latent variables other than gates.
+        ValueError: there are more configurations, or the guide has latent variables other than gates.
     """
     expect(L0_ELBO, "an L0_ELBO", elbo=elbo)
     locations = _locations(guide)
@@ -148,9 +150,11 @@ def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: objec
     gates = {name: _gate(name, site["fn"]) for name, site in record.sites.items() if not site_is_subsample(site)}
     pairs = [pair for gate in gates.values() for pair in _points(gate)]
     values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
-    states = math.prod(len(points) for points in values)
-    if states > max_states:
-        raise ValueError(f"Expected at most max_states = {max_states} states, but these gates have {states}.")
+    configurations = math.prod(len(points) for points in values)
+    if configurations > max_configurations:
+        raise ValueError(
+            f"Expected at most {max_configurations=}, but these gates have {configurations} configurations."
+        )
     costs = []
     with torch.no_grad():
         for state in itertools.product(*values):
@@ -235,7 +239,7 @@ def _nodes(gate: GateDistribution) -> tuple[Tensor, Tensor]:
 
 
 def _points(gate: GateDistribution) -> list[tuple[Tensor, Tensor]]:
-    """For each gate of a batch the values that it takes in a sum over states, and their log masses, shape ``(k,)``."""
+    """For each gate of a batch the values that it takes in such a sum, and their log masses, shape ``(k,)``."""
     atoms = torch.stack((gate.log_prob_zero, gate.log_prob_one), -1).reshape(-1, 2)
     ends = torch.tensor([0.0, 1.0], dtype=atoms.dtype, device=atoms.device)
     if isinstance(gate, BernoulliGate):

@@ -163,7 +163,7 @@ class PosteriorDraws(NamedTuple):
     values: dict[str, Tensor]  # of every latent site, shape ``(chains, draws, *shape of the site)``
     derived: dict[str, Tensor]  # of what follows from those, products of slabs with their gates too
     active_probs: dict[str, Tensor]  # of gate sites; where missing, estimated from the draws
-    switches: Collection[str]  # the sites of binary gates
+    binary: Collection[str]  # the sites of binary gates
 
 
 def is_posterior(given: object) -> bool:
@@ -194,16 +194,16 @@ def completed(
 ) -> PosteriorDraws:
     """Draws with the model's deterministic values, the products of slabs with their gates, and the gates' rates."""
     values, products = {**drawn.values, **fixed}, {}
-    for name, switch in slab.items():
-        gate = gate_site(switch)
+    for name, of_slab in slab.items():
+        gate = gate_site(of_slab)
         for site in (name, gate):
             if site not in values:
                 raise ValueError(f"Expected slab to name sites of {sorted(values)}, but {site!r} is none.")
-        products[product_name(gate, name)] = alignment_of(name, switch, sites).of(values[gate], 2) * values[name]
+        products[product_name(gate, name)] = alignment_of(name, of_slab, sites).of(values[gate], 2) * values[name]
     gates = [name for name, site in sites.items() if name in values and _is_gate(name, site, values)]
     probs = {name: (values[name] != 0).double().mean((0, 1)) for name in gates} | drawn.active_probs
-    switches = {name for name in gates if isinstance(find_gate(sites[name]["fn"]), BernoulliGate)}
-    return PosteriorDraws(values, {**drawn.derived, **products}, probs, {*drawn.switches, *switches})
+    binary = {name for name in gates if isinstance(find_gate(sites[name]["fn"]), BernoulliGate)}
+    return PosteriorDraws(values, {**drawn.derived, **products}, probs, {*drawn.binary, *binary})
 
 
 def _is_gate(name: str, site: Site, values: Mapping[str, Tensor]) -> bool:
@@ -237,7 +237,7 @@ def _of_guide(guide: object, number: int, args: Args, kwargs: Kwargs) -> Posteri
     assert callable(guide)
     found: dict[str, list[Tensor]] = {}
     probs: dict[str, list[Tensor]] = {}
-    switches: set[str] = set()
+    binary: set[str] = set()
     for _ in range(number):
         for name, site in record_run(guide, args, kwargs, 0).sites.items():
             refuse_subsample(name, site)
@@ -250,9 +250,9 @@ def _of_guide(guide: object, number: int, args: Args, kwargs: Kwargs) -> Posteri
             if gate is not None:
                 probs.setdefault(name, []).append(active_prob(site["fn"]).expand(site["value"].shape))
             if isinstance(gate, BernoulliGate):
-                switches.add(name)
+                binary.add(name)
     values = {name: torch.stack(x) for name, x in found.items()}
-    return PosteriorDraws(_one_chain(values), {}, {n: torch.stack(x).mean(0) for n, x in probs.items()}, switches)
+    return PosteriorDraws(_one_chain(values), {}, {n: torch.stack(x).mean(0) for n, x in probs.items()}, binary)
 
 
 def _one_chain(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -349,7 +349,7 @@ def to_arviz(
             groups["observed_data"] = {name: site["value"] for name, site in sites.items() if is_observation(site)}
             drawn = completed(drawn, groups.pop("deterministic"), sites, slab_to_gate(slab))
     values = {**drawn.values, **drawn.derived}
-    groups["posterior"] = {name: x.bool() if name in drawn.switches else x for name, x in values.items()}
+    groups["posterior"] = {name: x.bool() if name in drawn.binary else x for name, x in values.items()}
     groups["constant_data"] = {inclusion_name(name): x for name, x in drawn.active_probs.items()}
     return inference_data(groups, coords, _all_dims(dims or {}, drawn))
 

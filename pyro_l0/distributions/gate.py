@@ -70,7 +70,7 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
 
 
 def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
-    """Refuse a probability outside the open range that a family can reach, if its values can be told."""
+    """Refuse a probability outside the open range that a family can reach, if its values are known."""
     expect(Real | Tensor, "a number or a tensor", **{name: value})
     rate = torch.as_tensor(value)
     if backend.opaque(rate):
@@ -412,7 +412,7 @@ class GateDistribution(TorchDistribution):
         return ()
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
-        """Places where panels end around this gate's mass and bends, for a result of a type.
+        """Points where panels end around this gate's mass and bends, for a result of a type.
 
         Values of z, those outside of [0, 1] being ignored; shape ``batch_shape + (k,)``, k for every parameter.
         """

@@ -22,7 +22,7 @@ from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
 
 _SHARPEST = 1e12  # beyond it the density lies between a few double numbers
-_SINGLE = 30.0  # up to this temperature single precision tells a density's place well enough
+_SINGLE = 30.0  # up to this temperature single precision resolves a density's position
 _SMOOTH = 2.0  # up to this temperature the panels that every gate gets are short enough
 _NODES_PER_PANEL = {torch.float32: 10, torch.float64: 16}
 
@@ -33,7 +33,7 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     With a wider stretch the narrowest density would have a branch point just outside the interval. Moderate parameters
     take one Gauss-Legendre rule. Others, and those that cannot be read at no cost (on a device, under ``torch.vmap``
     or ``torch.compile``), take a fixed number of panels that end where the gates' densities have fallen by certain
-    factors, in double, as the place of a sharp density is lost in single.
+    factors, in double, as the position of a sharp density is lost in single.
 
     The function gets nodes, the stretch whose logit axis they lie on and the gates, which may have become double.
     """
@@ -43,7 +43,7 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     stretch = _narrowest(gates)
     temperatures = [gate._node_temperature() for gate in gates]
     breakpoints = [gate._breakpoints() for gate in gates]
-    numbers = tuple(sorted({z for places in breakpoints for z in places or ()}))
+    numbers = tuple(sorted({z for points in breakpoints for z in points or ()}))
     if None not in breakpoints:
         nodes = quadrature.rule_nodes(stretch, numbers, max(temperatures), dtype, device)
         if nodes is not None:
@@ -59,8 +59,8 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
         gates = tuple(gate.apply_to_tensors(lambda x: x.to(double) if x.is_floating_point() else x) for gate in gates)
         stretch = _narrowest(gates)
     edges = [quadrature.even_places(stretch, device), torch.tensor(numbers, dtype=double, device=device)]
-    for gate, temperature, places in zip(gates, temperatures, breakpoints, strict=True):
-        if temperature > _SMOOTH or places is None:
+    for gate, temperature, points in zip(gates, temperatures, breakpoints, strict=True):
+        if temperature > _SMOOTH or points is None:
             edges.append(gate._panel_edges(dtype))
     edges = [x.nan_to_num(0.0).clamp(0, 1) for x in edges]
     nodes = quadrature.panel_nodes(stretch, edges, _NODES_PER_PANEL[dtype], double, device)

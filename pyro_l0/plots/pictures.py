@@ -42,7 +42,7 @@ def as_array(values: ArrayLike) -> Array:
 
 
 def figure_axes(rows: int = 1, columns: int = 1, **options: Any) -> Any:
-    """Make axes in a new figure with room for their labels.
+    """Make axes in a new figure with space for their labels.
 
     Args:
         rows: number of rows of axes.

@@ -64,7 +64,7 @@ def gates_in_step(gated: nn.Module, example: Example, multiple_of: int) -> dict[
     return {site: multiple_of // math.gcd(multiple_of, number or 1) for site, number in entries.items()}
 
 
-# A gate that is shared makes a plainer network: units leave the stream, with no zeros in their places.
+# A gate that is shared makes a plainer network: units leave the stream, with no zeros instead of them.
 _AS_SMALL = 1.5
 _FRACTION = 0.5  # of a budget, which the least network may take
 _NAMED = 8  # of the modules without a gate, in a message

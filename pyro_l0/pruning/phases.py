@@ -63,7 +63,7 @@ class Training:
             0.25, if fewer than 300 steps would have gates.
         distil: weight and temperature of distillation from the given network, such as ``(0.5, 2.0)``, with gates and
             after the cut; the loss should then be a mean. If outputs are not class logits or targets not integers,
-            give a function of the network's and the given one's outputs in place of the temperature; see
+            give a function of the network's and the given one's outputs instead of the temperature; see
             :class:`~pyro_l0.pruning.phases.Distillation`.
         accumulate: number of batches for each step.
         steps_per_epoch: length of an epoch for a loader without a length, such as a stream. Each epoch continues where
@@ -115,7 +115,7 @@ class Training:
         if not 0 < weight <= 1 or not (callable(by) or 0 < by < math.inf):
             raise ValueError(
                 f"Expected distil=(weight, temperature) with a weight in (0, 1] and a finite temperature above 0, or a "
-                f"function in its place, but got {self.distil}."
+                f"function instead of it, but got {self.distil}."
             )
         if self.resume and self.checkpoint is None:
             raise ValueError("Expected a checkpoint to resume from, but got none; give that run's file as checkpoint.")

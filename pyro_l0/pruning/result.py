@@ -34,7 +34,7 @@ class Note(NamedTuple):
 
 @torch.no_grad()
 def looks_untrained(network: nn.Module, loss: BatchLoss, batch: object) -> bool:
-    """Whether outputs fit their targets no better than others' targets; False where that can't be told."""
+    """Whether outputs fit their targets no better than others' targets; False where that is unknown."""
     training = network.training
     network.eval()
     try:

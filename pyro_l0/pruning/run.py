@@ -308,7 +308,7 @@ def fingerprint(value: object) -> str:
 
 
 def numbers(value: object, name: str = "") -> list[str]:
-    """The numbers and tensors in nested containers, with their places; flags and all else are left out."""
+    """The numbers and tensors in nested containers, with their paths; flags and all else are left out."""
     if isinstance(value, (Mapping, list, tuple)):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         return [x for key, entry in entries for x in numbers(entry, f"{name}.{key}")]

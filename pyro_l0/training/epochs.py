@@ -149,7 +149,7 @@ class Checkpoint:
     Args:
         path: the file.
         fingerprint: plain values in which a run and the one that resumes it must agree, by name.
-        loader: gives the batches; the states of its random number generators are kept, too.
+        loader: gives the batches; the states of its random number generators are saved, too.
 
     Example:
         >>> import tempfile

@@ -46,9 +46,9 @@ def enumerated(net, sizes):
         reached |= {to for source, to, *_ in edges if source in reached}
         useful |= {source for source, to, *_ in edges if to in useful}
     return {
-        place
-        for source, to, *place in map(tuple, edges)
-        for place in [tuple(place)]
+        index
+        for source, to, *index in map(tuple, edges)
+        for index in [tuple(index)]
         if source in reached and to in useful
     }
 
@@ -59,9 +59,9 @@ def test_active_weights_are_those_on_enumerated_paths():
         net = random_gates(bayesian(InputSkipMLP(*sizes)), share, seed)
         active = active_weights(net, torch.randn(2, 4))
         found = {
-            (int(path.split(".")[1]), *place)
+            (int(path.split(".")[1]), *index)
             for path, on in active.items()
-            for place in map(tuple, on.nonzero().tolist())
+            for index in map(tuple, on.nonzero().tolist())
         }
         assert found == enumerated(net, sizes)
 

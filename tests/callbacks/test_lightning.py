@@ -62,7 +62,7 @@ def float16():
     return lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
-def test_a_network_within_the_budget_takes_the_place_of_the_other():
+def test_a_network_within_the_budget_replaces_the_other():
     module = Classifier()
     given = module.net
     callback = BudgetCallback(module.net, X[:2], 0.4)

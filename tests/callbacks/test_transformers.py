@@ -32,7 +32,7 @@ def trainer(folder, model, **options):
 
 
 @pytest.mark.slow
-def test_a_model_within_the_budget_takes_the_place_of_the_other(tmp_path):
+def test_a_model_within_the_budget_replaces_the_other(tmp_path):
     model = classifier()
     of = trainer(tmp_path, model)
     callback = BudgetCallback(of, EXAMPLE, 0.8, pretrained=True)

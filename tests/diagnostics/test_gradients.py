@@ -86,8 +86,8 @@ def test_exact_gradient_against_differences():
 def test_refusals():
     model, guide, x = two_gates(HardConcrete)
     elbo = L0_ELBO("l0")
-    with pytest.raises(ValueError, match="max_states = 5 states, but these gates have"):
-        exact_gradient(elbo, model, guide, x, max_states=5)
+    with pytest.raises(ValueError, match="max_configurations=5, but these gates have"):
+        exact_gradient(elbo, model, guide, x, max_configurations=5)
     with pytest.raises(ValueError, match="draws of at least 2, but got 1"):
         measure_gradient(elbo, model, guide, x, draws=1)
     with pytest.raises(TypeError, match="no pathwise derivative"):

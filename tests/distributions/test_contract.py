@@ -236,7 +236,7 @@ def test_half_precision_parameters_are_computed_in_float32(family, dtype):
     """Half precision parameters give float32 results: those of the rounded parameters."""
     for parameters in family.parameters:
         if parameters.get("zeta", 2) - 1 < 0.05:
-            continue  # 1.02 is not told from 1 in bfloat16
+            continue  # 1.02 is no other number than 1 in bfloat16
         rounded = {k: torch.tensor(v, dtype=dtype).float() for k, v in parameters.items()}
         half = family.gate(**{k: v.to(dtype) for k, v in rounded.items()})
         full = family.gate(**rounded)

@@ -62,10 +62,10 @@ def test_slopes_of_the_logits(component, dtype, tolerance):
         found = component.logit_slope(torch.full_like(s, logits), mixture.Point(s, 1 - s))
         reference = REFERENCES[type(component)](logits, *component)
         exact = [float(reference.logit_slope(mp.mpf(x))) for x in s.tolist()]
-        kept = [i for i, x in enumerate(exact) if x < 1e37]  # float32 ends soon after
-        expected = torch.tensor(exact, dtype=torch.float64)[kept]
+        finite = [i for i, x in enumerate(exact) if x < 1e37]  # float32 ends soon after
+        expected = torch.tensor(exact, dtype=torch.float64)[finite]
         # Below float32's normal numbers digits are lost.
-        torch.testing.assert_close(found.double()[kept], expected, rtol=tolerance, atol=1e-37)
+        torch.testing.assert_close(found.double()[finite], expected, rtol=tolerance, atol=1e-37)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Textbook:
             np.log((1 - e) * x + e * u + 1e-300) for x, u in zip((below, density, above), uniform, strict=True)
         )
 
-    def places(self):
+    def breakpoints(self):
         """Points of (0, 1) about which the density may change fast."""
         p = self.parameters
         if self.family is RectifiedNormal:
@@ -100,14 +100,14 @@ class Textbook:
 
 
 def exact_kl(q, p):
-    """KL of two textbook gates by adaptive integrals between their places; no term is negative."""
+    """KL of two textbook gates by adaptive integrals between their breakpoints; no term is negative."""
 
     def term(a, b):
         a = np.maximum(a, -1e4)  # a tail below the smallest number has no share
         return np.exp(a) * (a - b) - np.exp(a) + np.exp(b)
 
     steps = {*np.logspace(-5, -0.4, 9), *(1 - np.logspace(-5, -0.4, 9)), 0.5}
-    edges = sorted({0.0, 1.0} | steps | q.places() | p.places())
+    edges = sorted({0.0, 1.0} | steps | q.breakpoints() | p.breakpoints())
     x, w = np.polynomial.legendre.leggauss(30)
     low, high = np.array(edges[:-1])[:, None], np.array(edges[1:])[:, None]
     z = (low + high) / 2 + (high - low) / 2 * x

@@ -172,13 +172,6 @@ def trained(tmp_path_factory):
     return out / "checkpoint.pt"
 
 
-def places(state, at=()):
-    """Where the entries of a run's state are, but those of its epochs."""
-    for key, value in state.items() if isinstance(state, dict) else ():
-        yield (*at, key)
-        yield from places(value, (*at, key))
-
-
 def test_fewer_epochs_than_the_checkpoint_has(tmp_path):
     """Two would be reported as one."""
     mnist.main(Options(epochs=2, lam=(0.05,), out=tmp_path))

@@ -104,12 +104,12 @@ class VisionTransformer(nn.Module):
     def __init__(self, width=16, heads=4, patch=4):
         super().__init__()
         self.embed = nn.Conv2d(1, width, patch, stride=patch)
-        self.places = nn.Parameter(0.02 * torch.randn(1, 4, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 4, width))
         self.layers = nn.Sequential(Layer(width, heads), Layer(width, heads))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images):
-        x = self.embed(images).flatten(2).transpose(1, 2) + self.places
+        x = self.embed(images).flatten(2).transpose(1, 2) + self.positions
         return self.head(self.norm(self.layers(x)).mean(1))
 
 

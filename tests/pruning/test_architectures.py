@@ -28,7 +28,7 @@ def multiply_adds(network, *args, **kwargs):
 
 
 def check_untouched(network, before, mode):
-    """The network that was given has its tensors, its modes and its place."""
+    """The network that was given has its tensors, its modes and its name."""
     state = network.state_dict()
     assert list(state) == list(before)
     assert all(torch.equal(state[name], before[name]) for name in state)
@@ -82,7 +82,7 @@ def test_a_few_lines_prune_a_network(kind, target):
 
 @pytest.mark.slow
 def test_a_pretrained_network_keeps_what_it_knows():
-    """At half of the multiply-adds, in few steps, most digits are told as before; a network of chance tells a tenth."""
+    """At half of the multiply-adds, in few steps, most digits are recognised as before; chance is a tenth."""
     network, (x, y) = Mlp(), digits(1600)
     loader = digit_batches(1280)
     optimiser = torch.optim.Adam(network.parameters(), 3e-3)
@@ -110,7 +110,7 @@ def test_a_pretrained_network_keeps_what_it_knows():
 
 @pytest.mark.slow  # a layer of torch is replaced
 def test_torch_s_own_transformer():
-    """Heads of nn.MultiheadAttention leave; the layer in its place, which can hold fewer, goes into a file, too."""
+    """Heads of nn.MultiheadAttention leave; its substitute, which can hold fewer, goes into a file, too."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     network = nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (4, 16)), nn.Flatten(1, 2), encoder, nn.Flatten(1))
@@ -122,7 +122,7 @@ def test_torch_s_own_transformer():
     check_saved(result.network, x[:5])
 
 
-def test_a_gate_given_at_several_places_is_one():
+def test_a_gate_given_at_several_paths_is_one():
     """As the residual stream's has to be, whose units leave only together."""
     torch.manual_seed(0)
     x = torch.randn(64, 6)

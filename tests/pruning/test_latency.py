@@ -139,7 +139,7 @@ def test_two_processes_have_one_table(tmp_path):
     assert len(first) > 5
 
 
-def test_a_network_that_takes_too_long_is_told_of():
+def test_a_network_that_takes_too_long_is_reported():
     assert notes_on_latency((54.0, 100.0), {"cost": 0.5}) == []
     (note,) = notes_on_latency((60.0, 100.0), {"latency": 0.5, "macs": 0.9})
     assert note.is_warning

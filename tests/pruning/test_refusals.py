@@ -40,7 +40,7 @@ class Literal(Mlp):
 
 REFUSED = {
     "no network": (dict(network=F.relu), TypeError, "network to be a torch.nn.Module"),
-    "no place": (
+    "no insertion point": (
         dict(network=Net(lambda net, x: net.only(x.flatten(1)), only=nn.Linear(64, 10))),
         ValueError,
         "an insertion point behind which.*found none; write Gate.*only: it makes the network's output",
@@ -183,7 +183,7 @@ def error(network):
     return float((network(X).argmax(1) != Y).float().mean())
 
 
-def test_few_steps_are_told():
+def test_few_steps_are_reported():
     with pytest.warns(UserWarning, match="24 steps are few.*300") as caught:
         result = prune(trained(Mlp()), F.cross_entropy, BATCHES, X[:2], epochs=3)
     assert {str(warning.message) for warning in caught} <= set(result.report.notes)
@@ -246,7 +246,7 @@ def test_units_that_take_much_and_minima():
 
 
 class Recurrent(nn.Module):
-    """What takes the time has no place for a gate."""
+    """What takes the time has no insertion point for a gate."""
 
     def __init__(self):
         super().__init__()
@@ -258,7 +258,7 @@ class Recurrent(nn.Module):
 
 
 class _Picky(nn.Module):
-    """Takes eight units or four, which no operation tells."""
+    """Takes eight units or four, which no operation shows."""
 
     def forward(self, x):
         if len(x.mT) not in (4, 8):

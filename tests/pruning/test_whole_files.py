@@ -54,8 +54,8 @@ def flip_in_weights(path):
     """Flip a bit of a weight, which torch reads without a word."""
     content = path.read_bytes()
     weight = torch.load(path, weights_only=True)["state"]["phase"]["network"]["0.weight"].numpy().tobytes()
-    place = content.index(weight) + 3
-    path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+    position = content.index(weight) + 3
+    path.write_bytes(content[:position] + bytes([content[position] ^ 0x40]) + content[position + 1 :])
 
 
 def test_the_file_before_it_is_offered(stopped):

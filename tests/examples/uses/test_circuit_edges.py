@@ -52,7 +52,7 @@ def test_texts_repeat():
 
 
 @pytest.mark.slow
-def test_known_edges_are_kept(tmp_path):
+def test_known_edges_stay(tmp_path):
     """At twice their number, with less KL than by attribution patching."""
     results = circuit_edges.main(Options(out=tmp_path))
     ((kl, known),) = results["gates"][16]
