@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -14,6 +15,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from pyro_l0.fast.switch import is_on
 
@@ -87,6 +89,23 @@ class Record(Messenger):
         self._keep({**_PLAIN, "name": name, "fn": fn, "value": value, "is_observed": True, "infer": {}})
 
 
+class SharedRows(Messenger):
+    """Let a subsampled plate draw its rows once for all particles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: dict[str, Tensor] = {}
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if not site_is_subsample(msg) or msg["value"] is not None:
+            return
+        name, is_mapped = msg["name"], torch._C._are_functorch_transforms_active()
+        if name not in self._rows:
+            with temporarily_pop_interpreter_stack() if is_mapped else nullcontext():
+                self._rows[name] = msg["fn"].sample()
+        msg["value"], msg["done"] = self._rows[name], True
+
+
 def is_deterministic(site: Site) -> bool:
     """Whether a recorded site holds a value that follows from others: ``pyro.deterministic``, or reparameterised."""
     fn = site["fn"]
@@ -106,14 +125,17 @@ def is_likelihood(site: Site) -> bool:
 def sole_record() -> Record | None:
     """The active record if no other handler could tell a site from a message; None with fast off.
 
-    What collects parameters alone, as ``SVI.step`` does, passes over sites.
+    What collects parameters alone, as ``SVI.step`` does, passes over sites; so does what draws the rows of plates.
     """
     stack = runtime._PYRO_STACK
     if not stack or type(stack[-1]) is not Record or not is_on("record"):
         return None
+    return stack[-1] if all(map(_passes_over_sites, stack[:-1])) else None
+
+
+def _passes_over_sites(handler: Messenger) -> bool:
     # A subclass may do more.
-    alone = all(type(handler) is TraceMessenger and handler.param_only for handler in stack[:-1])
-    return stack[-1] if alone else None
+    return type(handler) is SharedRows or (type(handler) is TraceMessenger and handler.param_only)
 
 
 def sample(name: str, fn: TorchDistributionMixin) -> Tensor:

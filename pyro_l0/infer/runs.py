@@ -17,6 +17,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pyro_l0.distributions.gate import find_gate
 from pyro_l0.expect import expect
@@ -243,6 +244,9 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
+_NEW = {torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new}
+
+
 def over_particles(
     evaluate: Callable[[Record], dict[str, Tensor]],
     run_guide: Callable[[], Record],
@@ -254,7 +258,8 @@ def over_particles(
 
     ``evaluate`` gives numbers of shape ``()`` by name, from a run of the guide. If ``mapped``, ``torch.vmap`` maps
     guide and model, which are written for one particle and need not broadcast; raises if it can't. The guide may have
-    ``draw_together(number)``, which returns joint samples by site, or None.
+    ``draw_together(number)``, which returns joint samples by site, or None. Each particle has rows of its own in a
+    subsampled plate, but under :class:`~pyro_l0.infer.record.SharedRows`.
     """
     if not mapped:
         found = [evaluate(run_guide()) for _ in range(number)]
@@ -267,8 +272,12 @@ def over_particles(
         # Checks of values can't be mapped; a guide's first call runs the model with them.
         with pyro.validation_enabled(False):
             if together is None:
-                each = torch.vmap(lambda _: evaluate(run_guide()), randomness="different")
-                return each(torch.arange(number))
+
+                def run(particle: Tensor) -> dict[str, Tensor]:
+                    with _MappedNoise(particle < 0):
+                        return evaluate(run_guide())
+
+                return torch.vmap(run, randomness="different")(torch.arange(number))
             # A row of parameters for each draw.
             tensors = {
                 name: (part.values, *(x.expand(number, *x.shape[1:]) for x in part.parameters))
@@ -289,9 +298,23 @@ def over_particles(
         raise
 
 
+class _MappedNoise(TorchFunctionMode):
+    """Lets ``torch.vmap`` fill new tensors at random, as a normal does with its noise: only mapped ones may differ."""
+
+    def __init__(self, no: Tensor) -> None:
+        super().__init__()
+        self._no = no  # False for each particle
+
+    def __torch_function__(
+        self, func: Callable[..., Tensor], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tensor:
+        out = func(*args, **(kwargs or {}))
+        return out + self._no if func in _NEW else out
+
+
 def _is_of_vmap(error: RuntimeError) -> bool:
     """Whether ``torch.vmap`` can't map a function."""
-    return "vmap" in str(error) or "functorch" in str(error)
+    return any(text in str(error) for text in ("vmap", "functorch", "data pointer"))  # the last by Tensor.tolist
 
 
 def can_be_mapped(

@@ -27,7 +27,7 @@ from pyro_l0.infer.elbo.estimators import (
 )
 from pyro_l0.infer.elbo.pairs import check_dependence
 from pyro_l0.infer.elbo.terms import TERMS, Kind, Run, Term, as_in_model, check_slab, site_groups, terms_of
-from pyro_l0.infer.record import Record
+from pyro_l0.infer.record import Record, SharedRows
 from pyro_l0.infer.runs import (
     EVERY,
     Args,
@@ -315,7 +315,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             return {**self.sum_terms([run]), _LOG_Q: gates_log_prob(run.guide)}
 
         run_guide = partial(record_run, call.guide, call.args, call.kwargs, self.step)
-        found = over_particles(evaluate, run_guide, call.guide, self.num_particles, self.vectorize_particles)
+        with SharedRows():  # the particles differ by their draws alone
+            found = over_particles(evaluate, run_guide, call.guide, self.num_particles, self.vectorize_particles)
         log_q = found.pop(_LOG_Q)
         parts = self._mean({name: values.sum() for name, values in found.items()}, self.num_particles)
         if has_gradient:
