@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "compaction": {"nn"},
     "bayes": {"distributions", "nn", "compaction"},
     "diagnostics": {"maths", "fast", "distributions", "infer", "nn"},
-    "plots": {"distributions", "diagnostics"},
+    "plots": {"distributions"},
     "training": {"compaction"},
     "pruning": {"infer", "nn", "compaction", "diagnostics", "callbacks", "training"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
@@ -109,10 +109,10 @@ def test_the_map_names_files_that_exist():
 
 
 def test_files_and_folders_stay_few():
-    """A file is one subject of at most 900 lines; a folder of the package has at most 12 files, and it 130 in all."""
+    """A file is one subject of at most 900 lines; a folder of the package has at most 12 files, and it 125 in all."""
     for folder in (ROOT, ROOT.parent / "tests", ROOT.parent / "examples"):
         most = 12 if folder == ROOT else 16
         for path in folder.rglob("*.py"):
             assert len(path.read_text().splitlines()) <= 900, path
             assert len(list(path.parent.glob("*.py"))) <= most, path.parent
-    assert len(list(ROOT.rglob("*.py"))) <= 130
+    assert len(list(ROOT.rglob("*.py"))) <= 125

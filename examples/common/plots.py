@@ -11,10 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
-from pyro_l0.plots import figure_axes, plot_curves, save_figure, short_names
-from pyro_l0.plots.pictures import COLOURS, Array, as_array, scale, series
+from pyro_l0.plots import COLOURS, Array, as_array, figure_axes, plot_curves, save_figure, scale, series
 
-__all__ = ["plot_circuit", "plot_edges", "plot_frontier", "plot_history", "plot_images", "plot_training"]
+__all__ = ["plot_circuit", "plot_edges", "plot_frontier", "plot_history", "plot_images", "plot_training", "short_names"]
 
 
 def plot_history(history: list[dict[str, Any]], total_macs: int, sites: list[str], path: Path) -> None:
@@ -81,6 +80,19 @@ def plot_training(
         if quantity not in log:
             panel.set_ylim(0, None)
     return axes
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of sites without the parts that all share; the last shared one stays if only a number would follow it."""
+    parts = [str(name).split(".") for name in names]
+    if len(set(map(tuple, parts))) < 2:
+        return [str(name) for name in names]
+    shortest = min(map(len, parts))
+    front = next((i for i in range(shortest) if len({part[i] for part in parts}) > 1), shortest - 1)
+    if front and any(part[front].isdigit() for part in parts):
+        front -= 1
+    back = next((i for i in range(shortest - front) if len({part[-1 - i] for part in parts}) > 1), 0)
+    return [".".join(part[front : len(part) - back]) for part in parts]
 
 
 def plot_frontier(

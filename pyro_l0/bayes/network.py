@@ -202,9 +202,11 @@ def bayesian(
     paths = _paths(new, layers)
     for path in paths:
         layer = BayesianLayer(new.get_submodule(path), prior, gates == "weight", init_active_prob, init_scale)
-        is_gated = gates == "unit" and path != paths[-1]
-        behind = nn.Sequential(layer, _unit_gate(layer, init_active_prob)) if is_gated else layer
-        new.set_submodule(path, behind.train(new.training))
+        made: nn.Module = layer
+        if gates == "unit" and path != paths[-1]:
+            dim = 1 if layer.mean.dim() > 2 else -1
+            made = nn.Sequential(layer, L0Gate(len(layer.mean), dim=dim, init_active_prob=init_active_prob))
+        new.set_submodule(path, made.train(new.training))
     return new
 
 
@@ -306,21 +308,8 @@ def _paths(network: nn.Module, layers: Sequence[str] | None) -> list[str]:
             )
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise ValueError(f"Expected layers without hooks, but {path!r} has some; put gates behind it afterwards.")
-        if any(isinstance(modules[above], nn.MultiheadAttention) for above in _above(path)):
+        if any(isinstance(x, nn.MultiheadAttention) and path.startswith(f"{at}.") for at, x in modules.items()):
             raise ValueError(
                 f"Expected layers that are called, but nn.MultiheadAttention only reads {path!r}; leave it out."
             )
     return [path for path in modules if path in wanted]
-
-
-def _above(path: str) -> list[str]:
-    """Paths of the modules that hold one."""
-    names = path.split(".")[:-1]
-    return [".".join(names[: i + 1]) for i in range(len(names))]
-
-
-def _unit_gate(layer: nn.Module, init_active_prob: float) -> L0Gate:
-    """A gate on each output of a Bayesian layer."""
-    assert isinstance(layer, BayesianLayer)
-    is_map = layer.mean.dim() > 2
-    return L0Gate(len(layer.mean), dim=1 if is_map else -1, init_active_prob=init_active_prob)

@@ -582,8 +582,7 @@ def diagnose(
         'no gate can close in this training: 500 steps of at most 0.001 for a distance of 3.'
     """
     check_guide(guide, "a diagnosis", "posterior", "test_gates", "locations")
-    if target is not None and not hasattr(target, "steps"):
-        raise TypeError(f"Expected target to be a SparsityTarget, but got a value of type {type(target).__name__}.")
+    expect(SparsityTarget | None, "a SparsityTarget", target=target)
     if isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(x, Tensor) for x in batches)):
         raise TypeError("Expected batches to be an iterable of batches, but got a single one; put it in a list.")
     expect(Real | None, "a number", steps_left=steps_left)
@@ -591,8 +590,7 @@ def diagnose(
         raise ValueError(f"Expected steps_left of at least 0, but got {steps_left}.")
     optimisers = list(optimiser) if isinstance(optimiser, Sequence) else [] if optimiser is None else [optimiser]
     for each in optimisers:
-        if not isinstance(each, Optimizer | PyroOptim):
-            raise TypeError(f"Expected an optimiser of torch's or of Pyro's, but got a {type(each).__name__}.")
+        expect(Optimizer | PyroOptim, "one of torch's or of Pyro's", optimiser=each)
     if steps_left is None and target is not None:
         steps_left = max(0, target.steps - target.step)
     with untouched():

@@ -199,8 +199,6 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
         tensor(1.6406, dtype=torch.float64)
     """
     expect(GateDistribution, "a gate", gate=gate)
-    if isinstance(gate, BernoulliGate):
-        raise TypeError("Expected a gate with a density, but a BernoulliGate has no pathwise derivative.")
     name = next(iter(gate.learned))
     location = getattr(gate, name).detach().requires_grad_()
     others = {key: getattr(gate, key).detach() for key in gate.learned if key != name}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pyro
@@ -196,9 +196,6 @@ def completed(
     values, products = {**drawn.values, **fixed}, {}
     for name, of_slab in slab.items():
         gate = gate_site(of_slab)
-        for site in (name, gate):
-            if site not in values:
-                raise ValueError(f"Expected slab to name sites of {sorted(values)}, but {site!r} is none.")
         products[product_name(gate, name)] = alignment_of(name, of_slab, sites).of(values[gate], 2) * values[name]
     gates = [name for name, site in sites.items() if name in values and _is_gate(name, site, values)]
     probs = {name: (values[name] != 0).double().mean((0, 1)) for name in gates} | drawn.active_probs
@@ -328,7 +325,7 @@ def to_arviz(
         ['1.0', '0.1']
     """
     expect(Mapping | None, "a dict of lists by name", coords=coords, dims=dims)
-    program, posterior = _in_order(model, posterior)
+    program, posterior = (None, model) if posterior is None else (cast(Program | None, model), posterior)
     own = getattr(posterior, "to_arviz", None)
     if own is not None:
         if program is not None or args or kwargs:
@@ -352,15 +349,6 @@ def to_arviz(
     groups["posterior"] = {name: x.bool() if name in drawn.binary else x for name, x in values.items()}
     groups["constant_data"] = {inclusion_name(name): x for name, x in drawn.active_probs.items()}
     return inference_data(groups, coords, _all_dims(dims or {}, drawn))
-
-
-def _in_order(model: object, posterior: object) -> tuple[Program | None, object]:
-    """Model and posterior; a posterior may come alone."""
-    if posterior is None:
-        return None, model
-    if model is not None and not callable(model):
-        raise TypeError(f"Expected a model, a function, but got {type(model).__name__}; give the model first.")
-    return model, posterior
 
 
 def _all_dims(dims: Mapping[str, Sequence[str]], drawn: PosteriorDraws) -> dict[str, Sequence[str]]:
@@ -387,8 +375,6 @@ def inference_data(
     ``constant_data``; chains and draws are those of every variable.
     """
     legal = {group: _legal(arrays) for group, arrays in groups.items() if arrays}
-    drawn = {group: arrays for group, arrays in legal.items() if group not in ("observed_data", "constant_data")}
-    _check_draws({f"{group}[{name!r}]": x.shape[:2] for group, arrays in drawn.items() for name, x in arrays.items()})
     labels: dict[str, Any] = {"coords": coords, "dims": _legal_names(dims or {})}
     arviz = import_arviz()
     is_new = int(arviz.__version__.split(".")[0]) >= 1
@@ -404,12 +390,3 @@ def _legal(arrays: Mapping[str, ArrayLike | Tensor]) -> dict[str, NDArray[Any]]:
 
 def _legal_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("/", "."): value for name, value in values.items()}
-
-
-def _check_draws(leads: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse variables whose first two dimensions are not the same chains and draws."""
-    if len(set(leads.values())) != 1 or any(len(lead) != 2 for lead in leads.values()):
-        raise ValueError(
-            "Expected arrays of shape (chains, draws, *shape) with the same chains and draws of every variable, but "
-            f"got {', '.join(f'{lead} at {name}' for name, lead in leads.items())}."
-        )

@@ -248,24 +248,21 @@ class BatchLoss:
         self.function, self.device, self._autocast = function, device, autocast
 
     def __call__(self, network: nn.Module, batch: object) -> Tensor:
-        """The loss, shape ``()``; one that is no number, or that no gradient passes, is refused."""
+        """The loss, shape ``()``."""
         inputs, targets = self.split(batch)
         outputs = self.outputs(network, inputs)
         loss = self.of_outputs(outputs, targets)
         if self.distillation is not None:
             taught = self._taught(self.distillation, inputs)
-            other = self._one(self.distillation.divergence, "distil's function", outputs, taught, targets)
+            with self._context():
+                other = self.distillation.divergence(outputs, taught, targets)
             loss = torch.lerp(loss, other.to(loss), self.distillation.weight)
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ValueError(
-                "Expected a loss that depends on the network's outputs, but no gradient passes; return it from loss_fn "
-                "as a tensor that was not detached."
-            )
         return loss
 
     def of_outputs(self, outputs: object, targets: object) -> Tensor:
         """The loss of what a network returned."""
-        return self._one(self.function, "loss_fn(outputs, targets)", outputs, targets)
+        with self._context():
+            return self.function(outputs, targets)
 
     def teach(self, distillation: Distillation, batch: object) -> None:
         """Learn from a teacher, too; a batch shows whether its outputs can be learned from."""
@@ -303,17 +300,6 @@ class BatchLoss:
     @torch.no_grad()
     def _taught(self, distillation: Distillation, inputs: object) -> object:
         return self.outputs(distillation.teacher, inputs)
-
-    def _one(self, function: Callable[..., Tensor], name: str, *given: object) -> Tensor:
-        """The number that a function returns, shape ``()``."""
-        with self._context():
-            loss = function(*given)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise TypeError(
-                f"Expected {name} to return a tensor of one number, but got {got}; take the mean over the batch."
-            )
-        return loss.reshape(())
 
     def _context(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
@@ -362,7 +348,12 @@ def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> Non
 
 
 def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[str]:
-    """The paths of the modules whose own parameters a loss trains; a copy is called, with random numbers of its own."""
+    """The paths of the modules whose own parameters a loss trains; a copy is called, with random numbers of its own.
+
+    There are none in a frozen network, which is refused when it is to train.
+    """
+    if not any(p.requires_grad for p in network.parameters()):
+        return set()
     copied = copy.deepcopy(network).train()
     with torch.random.fork_rng([loss.device] if loss.device.type == "cuda" else []):
         loss(copied, batch).backward()
@@ -376,12 +367,14 @@ _LEARNING_RATE, _EPS = 1e-3, 1e-15  # of Adam; with so small an eps a loss of an
 class Phase(ABC):
     """A part of the training."""
 
-    network: nn.Module
     optimiser: Optimizer  # of the weights
 
-    @abstractmethod
+    def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
+        self.network, self._loss = network, loss
+
     def loss_of(self, batch: object) -> Tensor:
-        """The loss of a batch, shape ``()``."""
+        """The loss of a batch, shape ``()``; gates are drawn."""
+        return self._loss(self.network, batch)
 
     @abstractmethod
     def update(self) -> None:
@@ -423,7 +416,8 @@ class GatedPhase(Phase):
     def __init__(
         self, network: nn.Module, loss: BatchLoss, budget: NetworkBudget, steps: int, training: Training
     ) -> None:
-        self.network, self._loss, self.budget = network, loss, budget
+        super().__init__(network, loss)
+        self.budget = budget
         budget.start(steps, 0, network.parameters())
         gates = set(budget.gates.parameters())
         self._weights = [p for p in network.parameters() if p not in gates]
@@ -436,10 +430,6 @@ class GatedPhase(Phase):
         """The budget's target, which has begun."""
         assert self.budget.target is not None
         return self.budget.target
-
-    def loss_of(self, batch: object) -> Tensor:
-        """The loss with a draw of the gates."""
-        return self._loss(self.network, batch)
 
     def step(self, group: Sequence[object]) -> Tensor:
         """The step of any phase; the loss is NaN, too, where a gradient of the gates is not finite."""
@@ -474,13 +464,9 @@ class FineTuning(Phase):
     """
 
     def __init__(self, network: nn.Module, loss: BatchLoss, steps: int, training: Training) -> None:
-        self.network, self._loss = network, loss
+        super().__init__(network, loss)
         self.optimiser = _optimiser(network.parameters(), training)
         self.schedule = (training.make_schedule or _falling_late)(self.optimiser, steps)
-
-    def loss_of(self, batch: object) -> Tensor:
-        """The loss without gates."""
-        return self._loss(self.network, batch)
 
     def update(self) -> None:
         """Move the weights."""
@@ -491,10 +477,8 @@ class FineTuning(Phase):
 
 def _optimiser(trained: Iterable[nn.Parameter], training: Training) -> Optimizer:
     parameters = [p for p in trained if p.requires_grad]
-    if not parameters:
-        raise ValueError("Expected a network with parameters that are trained, but none requires gradients.")
     if training.make_optimiser is None:
-        is_fused = parameters[0].device.type in ("cpu", "cuda")
+        is_fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
         return torch.optim.Adam(parameters, _LEARNING_RATE, eps=_EPS, fused=is_fused)
     made = training.make_optimiser(parameters)
     own = {id(p) for p in parameters}

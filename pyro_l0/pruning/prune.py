@@ -130,7 +130,7 @@ def prune(
     # Insert the gates: as many as the costs need to get well below the budget.
     costs = _Costs(budget, cost, example, training)
     dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
-    trained = _trained_modules(dense, loss, batch)  # before what takes longer
+    trained = trained_modules(dense, loss, batch)  # before what takes longer
     gated = put_gates(given, example, gates, costs.suffice)
     called = {name.rpartition(".")[0] for name in record_example(given, example).named}
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
@@ -246,27 +246,15 @@ class _Costs:
         known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters}
         known |= {} if latency is None else {"latency": latency}
         known |= self.cost if isinstance(self.cost, Mapping) else {}
-        if isinstance(self.budget, Mapping):
-            unknown = [name for name in self.budget if name not in known]
-            if unknown or not self.budget:
-                raise ValueError(
-                    f"Expected budgets by the names of costs, {', '.join(known)}, but got {sorted(self.budget)}; give "
-                    "costs of your own in cost={name: cost}."
-                )
-            return {name: known[name] for name in self.budget}
         if callable(self.cost):
             return {"cost": self.cost}
-        if not isinstance(self.cost, str) or self.cost not in known:
+        named = {x: x for x in self.budget} if isinstance(self.budget, Mapping) else {"cost": str(self.cost)}
+        if not named or not known.keys() >= {*named.values()}:
             raise ValueError(
-                f"Expected cost to be one of {', '.join(known)}, or a cost of your own, but got {self.cost!r}."
+                f"Expected costs by name, of {', '.join(known)}, but got {[*named.values()]}; give costs of "
+                "your own in cost={name: cost}."
             )
-        return {"cost": known[self.cost]}
-
-
-def _trained_modules(dense: nn.Module, loss: BatchLoss, batch: object) -> set[str]:
-    """The paths of the modules that a loss trains; none of a frozen network, which is refused when it is to train."""
-    is_frozen = not any(p.requires_grad for p in dense.parameters())
-    return set() if is_frozen else trained_modules(dense, loss, batch)
+        return {key: known[name] for key, name in named.items()}
 
 
 def _print(entry: Mapping[str, Any], phase: str) -> None:

@@ -141,7 +141,7 @@ class Run:
         total, taken = torch.zeros((), device=self.loss.device), 0
         for group in groups(self.loader, self.training.accumulate, self.epoch):
             self.step += 1
-            total += phase.step(group)
+            total = total + phase.step(group)
             taken += 1
             if self.step == until:
                 break

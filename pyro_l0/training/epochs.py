@@ -214,10 +214,7 @@ class Checkpoint:
         if self._is_first:
             _check_readable(file)
             previous = previous if _is_whole(self.path) else None
-        try:
-            replace_file(self.path, file.getbuffer(), previous)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        replace_file(self.path, file.getbuffer(), previous)
         self._is_first = False
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None], device: torch.device | str = "cpu") -> None:
@@ -278,8 +275,6 @@ def saved_entry(path: str | Path, name: str) -> Any:
 
 
 def _enter(stack: ExitStack, path: Path, resume: bool) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"Expected a folder for the checkpoint at {str(path)!r}, but there is none.")
     stack.enter_context(hold(path))
     if path.exists() and not resume:
         raise FileExistsError(

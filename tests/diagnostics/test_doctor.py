@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pyro
@@ -17,7 +18,7 @@ from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis, Finding, Unchecked
 from pyro_l0.diagnostics.sites import gate_sites
-from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.infer.elbo.terms import Term
 from pyro_l0.nn import fix_gates
 from tests.diagnostics.doctor_faults import FAULTS
@@ -180,7 +181,7 @@ def test_a_multiplier_at_its_limit():
     """A target knows it, and how many steps are left."""
     _, guide = gates_alone()
     counts = {"step": 300, "steps": 1000, "start": 20, "settled": 800}
-    target = SimpleNamespace(**counts, multiplier=torch.ones(2), saturated=torch.tensor([False, True]))
+    target = Mock(SparsityTarget, **counts, multiplier=torch.ones(2), saturated=torch.tensor([False, True]))
     optimiser = torch.optim.Adam(guide.parameters(), 0.1)
     diagnosis = diagnose(guide, optimiser, target=target)
     assert diagnosis.codes == ("multiplier-at-limit",)
@@ -291,7 +292,7 @@ def test_refusals():
         diagnose(guide, batches=(torch.zeros(3), torch.zeros(3)))
     with pytest.raises(ValueError, match="steps_left of at least 0"):
         diagnose(guide, steps_left=-1)
-    with pytest.raises(TypeError, match="got a LinearLR"):
+    with pytest.raises(TypeError, match="of type LinearLR"):
         diagnose(guide, torch.optim.lr_scheduler.LinearLR(torch.optim.Adam(guide.parameters())))
     with pytest.raises(TypeError, match="locations"):
         diagnose(lambda: None)

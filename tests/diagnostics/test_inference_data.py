@@ -35,13 +35,6 @@ def test_groups_hold_what_they_were_given():
     assert float(found["constant_data"]["P(z != 0)"].squeeze()) == 0.5
 
 
-def test_draws_must_agree():
-    with pytest.raises(ValueError, match=r"\(2, 6\) at posterior\['z'\].*\(1, 6\) at log_likelihood\['y'\]"):
-        inference_data({"posterior": DRAWN, "log_likelihood": {"y": np.ones((1, 6, 4))}})
-    with pytest.raises(ValueError, match=r"chains, draws.*\(5,\) at posterior\['w'\]"):
-        inference_data({"posterior": {"w": np.ones(5)}})
-
-
 def test_version_1_takes_one_nested_dict(monkeypatch):
     """Of arviz 1 there is only the signature of from_dict here."""
     seen = []

@@ -177,7 +177,6 @@ def other_shape(y):
         ),
         (other_shape, {}, r"site 'z' of shape \(2,\).*but got \(\)"),
         (model, {"draws": 0}, "draws of at least 1"),
-        (model, {"slab": {"v": "z"}}, "'v' is none"),
     ],
 )
 def test_models_that_are_refused(program, options, message):

@@ -1,4 +1,4 @@
-"""What pictures of trainings, frontiers, gates and estimates show, by their data."""
+"""What pictures of trainings, frontiers, gates, estimates and posteriors show, by their data."""
 
 import itertools
 
@@ -8,18 +8,22 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from common.plots import plot_edges, plot_frontier, plot_images, plot_training
+from common.plots import plot_edges, plot_frontier, plot_images, plot_training, short_names
 from pyro_l0 import HardConcrete
 from pyro_l0.plots import (
+    COLOURS,
     figure_axes,
     plot_bars,
+    plot_credible_sets,
     plot_curves,
     plot_density,
     plot_gates,
+    plot_inclusion,
     save_figure,
-    short_names,
+    series,
 )
-from pyro_l0.plots.pictures import COLOURS, series
+
+CORRELATION = np.array([[1.0, 0.9, -0.2, 0.1], [0.9, 1.0, 0.3, 0.0], [-0.2, 0.3, 1.0, 0.95], [0.1, 0.0, 0.95, 1.0]])
 
 
 @pytest.fixture(autouse=True)
@@ -126,11 +130,59 @@ def test_names_lose_what_they_share(names, short):
     assert short_names(names) == short
 
 
+def test_inclusion_beside_intervals():
+    """Bars as long as the probabilities, lines from end to end, the first feature on top."""
+    left, right = plot_inclusion([0.9, 0.25], [-1.0, 0.0], [2.0, 0.5], mean=[0.5, 0.1], names=["age", "bmi"])
+    assert [bar.get_width() for bar in left.patches] == [0.9, 0.25]
+    assert [bar.get_y() + bar.get_height() / 2 for bar in left.patches] == [0.0, 1.0]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["age", "bmi"]
+    assert left.get_ylim() == (1.5, -0.5)
+    ends = [segment.tolist() for segment in right.collections[0].get_segments()]
+    assert ends == [[[-1.0, 0.0], [2.0, 0.0]], [[0.0, 1.0], [0.5, 1.0]]]
+    assert right.lines[0].get_xydata().tolist() == [[0.5, 0.0], [0.1, 1.0]]
+
+
+def test_inclusion_beside_other_methods():
+    _, right = plot_inclusion([0.9, 0.25], [-1.0, 0.0], [2.0, 0.5], mean=[0.5, 0.1], others={"LASSO": [0.4, 0.0]})
+    means, lasso = right.lines[:2]
+    assert lasso.get_xydata().tolist() == [[0.4, 0.0], [0.0, 1.0]]
+    assert means.get_color() != lasso.get_color()
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["posterior mean", "LASSO"]
+
+
+def test_inclusion_on_axes_of_ones_own():
+    _, axes = plt.subplots(1, 2)
+    assert plot_inclusion([1.0], [0.0], [1.0], axes=axes) is axes
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["0"]
+    assert len(axes[1].lines) == 1  # that of 0
+
+
+def test_credible_sets_over_correlations():
+    """The matrix in the order of the sets, a frame around each."""
+    axes = plot_credible_sets([[3, 2], [0]], CORRELATION, names=list("abcd"))
+    np.testing.assert_array_equal(axes.images[0].get_array(), CORRELATION[[3, 2, 0]][:, [3, 2, 0]])
+    assert axes.images[0].get_clim() == (-1, 1)
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        assert [label.get_text() for label in labels] == ["d", "c", "a"]
+    frames = [(line.get_xdata().min(), line.get_xdata().max()) for line in axes.lines]
+    assert frames == [(-0.5, 1.5), (1.5, 2.5)]
+
+
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
         (lambda: plot_gates([1.5], name="z"), r"in \[0, 1\], but z has"),
         (lambda: plot_bars({"a": [1.0]}, ["x", "y"], ylabel="y"), "Expected 2 heights of 'a'"),
+        (
+            lambda: plot_inclusion([0.5], [0.0, 1.0], [1.0]),
+            r"lower of the shape of active_probs, .*got \(2,\)",
+        ),
+        (lambda: plot_inclusion([1.5], [0.0], [1.0]), r"active_probs in \[0, 1\]"),
+        (lambda: plot_credible_sets([[0, 4]], CORRELATION), "from 0 to 3"),
+        (
+            lambda: plot_credible_sets([[0]], CORRELATION, names=list("abcde")),
+            "a name for each of 4 features, but got 5",
+        ),
     ],
 )
 def test_what_is_refused(draw, message):

