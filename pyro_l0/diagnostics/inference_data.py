@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.infer import MCMC
-from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -164,11 +163,6 @@ class PosteriorDraws(NamedTuple):
     derived: dict[str, Tensor]  # of what follows from those, products of slabs with their gates too
     active_probs: dict[str, Tensor]  # of gate sites; where missing, estimated from the draws
     binary: Collection[str]  # the sites of binary gates
-
-
-def is_posterior(given: object) -> bool:
-    """Whether something is a posterior by its type, as functions are not."""
-    return isinstance(given, PosteriorSamples | RefinedPosterior | MCMC | AutoGuide) or hasattr(given, "to_arviz")
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.training.epochs import Stream, some_batches
-from pyro_l0.training.processes import average_buffers, average_gradients, same_everywhere
+from pyro_l0.training.processes import average_buffers, average_gradients, gather
 
 _SUM = 1e-3  # how far sums of probabilities are from 1, at most
 
@@ -144,7 +144,7 @@ class Training:
                 f"Expected at least {_LEAST_STEPS} steps with gates, but epochs={epochs} of {length} batches, "
                 f"accumulate={self.accumulate} and finetune={finetune} give {steps - further}; give more epochs."
             )
-        if not same_everywhere(steps):
+        if len({*gather(steps)}) > 1:
             raise ValueError(f"Expected loaders of one length in all processes, but there are others than {length}.")
         return steps - further, further
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, distributed, nn
+from torch import Generator, Tensor, nn
 
 from pyro_l0.compaction.storage import hold, replace_file
-from pyro_l0.training.processes import processes, rank
+from pyro_l0.training.processes import gather, processes, rank, share_value
 
 _KEPT = 20  # batches of an iterator that can't be begun anew
 
@@ -178,16 +178,15 @@ class Checkpoint:
             ValueError: another run holds it.
         """
         with ExitStack() as stack:
-            refusals: list[Exception | None] = [None]
+            refusal: Exception | None = None
             if path is not None and rank() == 0:
                 try:
                     _enter(stack, Path(path), resume)
                 except (OSError, ValueError) as error:
-                    refusals[0] = error
-            if processes() > 1:
-                distributed.broadcast_object_list(refusals)
-            if refusals[0] is not None:
-                raise refusals[0]
+                    refusal = error
+            refusal = share_value(refusal)
+            if refusal is not None:
+                raise refusal
             yield
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -200,13 +199,9 @@ class Checkpoint:
             ValueError: the state holds something else; the file stays as it was.
             OSError: the file cannot be written; it stays as it was.
         """
-        randoms = [random_state(self._loader)]
-        if processes() > 1:
-            gathered: list[Any] = [None] * processes()
-            distributed.all_gather_object(gathered, randoms[0])
-            randoms = gathered
-            if rank():
-                return
+        randoms = gather(random_state(self._loader))
+        if rank():
+            return
         content = {"format": _FORMAT, "fingerprint": self._fingerprint, "random": randoms, "state": dict(state)}
         file = io.BytesIO()
         torch.save({**content, "sha256": checksum(content)}, file)

@@ -14,10 +14,10 @@ from torch import Tensor, distributed, nn
 __all__ = [
     "average_buffers",
     "average_gradients",
+    "gather",
     "process_group",
     "processes",
     "rank",
-    "same_everywhere",
     "share",
     "share_value",
 ]
@@ -69,13 +69,12 @@ def rank() -> int:
     return distributed.get_rank() if processes() > 1 else 0
 
 
-def same_everywhere(value: int) -> bool:
-    """Whether all processes have the same number."""
-    if processes() == 1:
-        return True
-    found: list[int] = [value] * processes()
-    distributed.all_gather_object(found, value)
-    return len(set(found)) == 1
+def gather(value: _T) -> list[_T]:
+    """What each of the processes has; any value that can be pickled."""
+    found = [value] * processes()
+    if processes() > 1:
+        distributed.all_gather_object(found, value)
+    return found
 
 
 @torch.no_grad()

@@ -46,10 +46,6 @@ def images():
     return torch.randn(2, 3, 6, 6, dtype=torch.float64)
 
 
-def dense(function, **layers):
-    return Net(function, **{"a": nn.Linear(3, 4), "g": Gate(4), "b": nn.Linear(4, 2), **layers})
-
-
 def residual():
     def forward(net, x):
         x = torch.relu(net.first(x))

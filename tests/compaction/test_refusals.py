@@ -1,7 +1,6 @@
 """What the code of a network may do, and networks, examples and gates that can't be taken, refused by name."""
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -154,21 +153,6 @@ def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
     net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(CompactionError, match=f"raises {type(error).__name__}"):
         compact(net, {"1": GATE}, VECTORS)
-
-
-@dataclass
-class Record:
-    logits: torch.Tensor
-    number: int
-
-
-def flag(net, x, return_features=False):
-    return net.gate(net.a(x)) if return_features else net.b(net.gate(net.a(x)))
-
-
-def many(net, x):
-    h = net.gate(net.a(x))
-    return {"logits": net.b(h), "parts": (h.sum(1), h.mean(1))}
 
 
 # ------------------------------------------------------------ what is refused

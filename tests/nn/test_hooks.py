@@ -9,8 +9,7 @@ from pyro import poutine
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.infer import AutoGate
+from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, fix_gates, gate_heads, gate_weights, insert_gates
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.weights import fix_weights
@@ -125,23 +124,6 @@ def test_copies_and_pickles_have_gates_of_their_own(monkeypatch):
         torch.testing.assert_close(fix_gates(one, values)(example()), fix_gates(found, values)(example()))
         assert compact(one, values, example()).certificate < 1e-10
     assert seen
-
-
-def shrunk(times):
-    """A network from which units left while it trained, so many times."""
-    torch.manual_seed(0)
-    found = gated()
-    guide = AutoGate(found)
-    guide(example())
-    optimiser = torch.optim.Adam([*found.parameters(), *guide.parameters()])
-    shrinker = Shrinker(found, guide, example(), optimiser, patience=1)
-    for i in range(times):
-        with torch.no_grad():
-            for name, parameter in guide.named_parameters():
-                closed = torch.arange(len(parameter)) % 2 == 0 if i == 0 else torch.arange(len(parameter)) > 0
-                parameter[:] = torch.where(closed & ("log_alpha" in name), -9.0, parameter)
-        assert shrinker.step()
-    return found, shrinker
 
 
 def test_gates_on_weights_act_by_hooks():

@@ -245,18 +245,6 @@ def test_units_that_take_much_and_minima():
     assert len(healthy) == 1  # an error below 0 has no multiple to compare with
 
 
-class Recurrent(nn.Module):
-    """What takes the time has no insertion point for a gate."""
-
-    def __init__(self):
-        super().__init__()
-        self.recurrent = nn.LSTM(16, 40, batch_first=True, proj_size=24)
-        self.first, self.last = nn.Linear(24, 12), nn.Linear(12, 10)
-
-    def forward(self, images):
-        return self.last(F.relu(self.first(self.recurrent(images.reshape(-1, 4, 16))[0][:, -1])))
-
-
 class _Picky(nn.Module):
     """Takes eight units or four, which no operation shows."""
 

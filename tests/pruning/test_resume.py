@@ -87,16 +87,6 @@ def test_a_finished_run_hands_out_its_network_again(tmp_path):
     assert same(run(path=path, resume=True).network, first.network)
 
 
-SCRIPT = """
-import os, signal, sys
-import torch
-from tests.pruning.test_resume import run
-
-torch.set_num_threads(1)
-run(path=sys.argv[1], callbacks=[lambda entry: entry["epoch"] == 3 and os.kill(os.getpid(), signal.SIGKILL)])
-"""
-
-
 @pytest.mark.slow
 def test_a_file_of_another_run_is_refused(tmp_path):
     """By the name of what differs."""

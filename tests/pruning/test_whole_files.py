@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import pyro_l0
 from pyro_l0.compaction.storage import hold
 from pyro_l0.pruning.run import fingerprint
-from pyro_l0.training import Checkpoint
-from pyro_l0.training.epochs import checksum
 from tests.pruning.networks import StoppedError, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
-ROOT = Path(pyro_l0.__file__).parents[1]
 
 
 def run(path, stop=None, resume=False, loss=F.mse_loss, **options):
@@ -40,14 +34,6 @@ def stopped(tmp_path):
     with pytest.raises(StoppedError):
         run(path, stop=6)
     return path
-
-
-def loaded(path):
-    """What a file hands out, None where it is refused by name."""
-    states = []
-    with suppress(ValueError):
-        Checkpoint(path, {}).load(states.append)
-    return checksum(states[0]) if states else None
 
 
 def flip_in_weights(path):
@@ -169,21 +155,3 @@ def test_a_file_that_another_process_holds_is_refused_by_the_name_of_its_holder(
         assert b"BlockingIOError" in refused.stderr
         assert lock.read_text().startswith(f"process {os.getpid()} on ")
     assert not list(tmp_path.iterdir())
-
-
-PAIR = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch
-from tests.pruning.test_whole_files import run
-torch.set_num_threads(1)
-print("ready", flush=True)
-input()
-try:
-    run(sys.argv[1], resume=True, epochs=20)
-except ValueError as error:
-    assert "holds it; wait until that run has ended" in str(error), error
-    print("refused")
-else:
-    print("done")
-"""

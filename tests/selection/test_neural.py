@@ -17,7 +17,7 @@ from torch import nn
 
 from pyro_l0 import HardConcrete
 from pyro_l0.selection import NeuralFeatureSelector
-from pyro_l0.selection.network_training import (
+from pyro_l0.selection.neural import (
     ClassResponse,
     CrossFit,
     Fold,
