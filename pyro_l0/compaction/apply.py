@@ -15,6 +15,7 @@ from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import check_given
+from pyro_l0.nn.insert import replace_gates
 from pyro_l0.nn.l0_gate import forget_calls
 
 
@@ -110,8 +111,7 @@ def apply_in_place(
     for name, index in plan.indices.items():
         buffer = network.get_buffer(name)
         set_value(buffer, torch.tensor(index, dtype=torch.long, device=buffer.device))
-    for path, change in plan.changes.items():
-        change_gate(network, path, change, like)
+    replace_gates(network, dict(change_gate(network, path, change, like) for path, change in plan.changes.items()))
     forget_calls(network)
     for path, size in plan.norms.items():
         reduce_norm(modules[path], size)
@@ -142,7 +142,7 @@ def reset_running_means(network: nn.Module, channels: Mapping[str, Sequence[int]
 
 def _check(network: nn.Module, plan: Plan) -> None:
     """Refuse a plan whose names or indices are not those of a network, before anything is changed."""
-    shapes = {name: tensor.shape for name, tensor in _named_tensors(network)}
+    shapes = {name: tensor.shape for name, tensor in named_tensors(network)}
     sizes = {path: getattr(module, "size", 0) for path, module in network.named_modules()}
     named = (*plan.changes, *(fold.layer for fold in plan.folds), *plan.norms, *plan.attributes)
     wrong = [path for path in named if path not in sizes]
@@ -190,7 +190,7 @@ def _add(layer: nn.Module, fold: LayerFold, addition: Tensor | None, optimiser: 
 # ------------------------------------------------------------ slices of tensors and of an optimiser's state
 
 
-def _named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under every name that they have."""
     yield from network.named_parameters(remove_duplicate=False)
     yield from network.named_buffers(remove_duplicate=False)
@@ -224,7 +224,7 @@ def set_value(tensor: Tensor, value: Tensor) -> None:
 def slice_tensors(network: nn.Module, remaining: Indices, optimiser: torch.optim.Optimizer | None = None) -> None:
     """Cut parameters and buffers in place, with their gradients and the state that an optimiser keeps of them."""
     done: set[int] = set()
-    for name, tensor in _named_tensors(network):
+    for name, tensor in named_tensors(network):
         if name not in remaining or id(tensor) in done:
             continue
         done.add(id(tensor))

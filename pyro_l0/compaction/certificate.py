@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.compaction.apply import Indices, cut
+from pyro_l0.compaction.apply import Indices, cut, named_tensors
 from pyro_l0.compaction.calls import (
     Arguments,
     largest,
@@ -90,8 +90,9 @@ def certify(
 
     The gates of ``reference`` are fixed, and what ``small`` raises is passed on. By name of a parameter, ``indices``
     are what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
+    What a caller still needs is ``small`` alone, and not even that if ``outputs_only``.
     """
-    pair, calls = _doubled(reference, small, calls)
+    pair, calls = _doubled(reference, small if outputs_only else copied(small), calls)
     compare = _Comparison(*pair, indices, scales)
     if outputs_only:
         found = compare.outputs([with_another_row(random_calls(call)[0]) for call in calls]) or compare.outputs(calls)
@@ -174,22 +175,21 @@ class _Comparison:
         if wanted is None:
             return difference(expected, run(self.small, call)), None
         outputs, got = _outputs_and_gradients(self.small, call)
-        return difference(expected, outputs), self._gradient_difference(wanted, got)
+        return difference(expected, outputs), self._gradient_difference(*wanted, got)
 
-    def _expected(self, call: Arguments) -> tuple[list[Tensor], dict[str, Tensor] | None]:
-        """Outputs and gradients of the first network; code for inference has no gradients."""
+    def _expected(self, call: Arguments) -> tuple[list[Tensor], tuple[dict[str, Tensor], float] | None]:
+        """Outputs of the first network, gradients as they are cut, and their largest; code for inference has none."""
         try:
-            return _outputs_and_gradients(self.reference, call)
+            outputs, gradients = _outputs_and_gradients(self.reference, call)
         except RuntimeError:
             return run(self.reference, call), None
+        scale = max(map(largest, gradients.values()), default=0.0)
+        return outputs, ({name: cut(x, self.indices.get(name, ())) for name, x in gradients.items()}, scale)
 
-    def _gradient_difference(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
+    def _gradient_difference(self, expected: Mapping[str, Tensor], scale: float, got: Mapping[str, Tensor]) -> float:
         """Relative to the largest gradient."""
-        scale = max(map(largest, expected.values()), default=0.0)
         worst = 0.0
         for name, gradient in expected.items():
-            if name in self.indices:
-                gradient = cut(gradient, self.indices[name])
             other = got.get(name, torch.zeros_like(gradient))
             if other.shape != gradient.shape:
                 return math.inf
@@ -203,26 +203,31 @@ def _doubled(
     reference: nn.Module, small: nn.Module, calls: Sequence[Arguments]
 ) -> tuple[tuple[nn.Module, nn.Module], Sequence[Arguments]]:
     """Both networks and the calls in float64, or as they are where code of the network asks for their own type."""
+    pair = _without_dropout(reference).eval(), _without_dropout(small).eval()
     own = [x.dtype for x in (*reference.parameters(), *tensors(calls)) if x.is_floating_point()]
     if all(dtype == torch.float64 for dtype in own):
-        return (_without_dropout(reference).eval(), _without_dropout(small).eval()), calls
-    doubled = _without_dropout(reference).double(), _without_dropout(small).double()
+        return pair, calls
+    types = [{name: x.dtype for name, x in named_tensors(network)} for network in pair]
     inputs = [tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call) for call in calls]
+    for network in pair:
+        network.double()
     try:
         for call in inputs:
-            run(doubled[0].eval(), call)
+            run(reference, call)
     except Exception:
-        return (_without_dropout(reference), _without_dropout(small)), calls
-    return doubled, inputs
+        for network, before in zip(pair, types, strict=True):
+            for name, x in named_tensors(network):
+                x.data = x.data.to(before[name])
+        return pair, calls
+    return pair, inputs
 
 
 def _without_dropout(network: nn.Module) -> nn.Module:
-    """A copy whose layers that call dropout inside of torch's code do not."""
-    new = copied(network)
-    for module in new.modules():
+    """A network whose layers that call dropout inside of torch's code do so no more."""
+    for module in network.modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             module.dropout = 0.0
-    return new
+    return network
 
 
 def _outputs_and_gradients(network: nn.Module, call: Arguments) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -16,7 +16,6 @@ from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
 from pyro_l0.nn.engine.maps import ZERO, runs_as
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, GateLayer, keep_being_called
-from pyro_l0.nn.insert import replace_gate
 
 
 class _Shifted(nn.Module):
@@ -250,8 +249,13 @@ class GateChange:
     takes_dim: bool  # whether code calls it with a dimension
 
 
-def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:
-    """Change a gate in a network, in place; ``like`` is a parameter of the network, for device and type."""
+def change_gate(
+    network: nn.Module, path: str, change: GateChange, like: Tensor
+) -> tuple[nn.Module, tuple[nn.Module, int]]:
+    """What is to be replaced in a network that a gate changes, by what, and how many units that gets.
+
+    ``like`` is a parameter of the network, for device and type.
+    """
     gate = network.get_submodule(path)
     assert isinstance(gate, GateLayer)
     before: nn.Module = nn.Identity()
@@ -272,14 +276,14 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     holder = network.get_submodule(path.rpartition(".")[0])
     if isinstance(holder, RoutedGate):
         holder.narrow(before, new, after)
-        replace_gate(network, holder, holder.train(gate.training), change.size)
-        return
+        return holder, (holder.train(gate.training), change.size)
     if not (isinstance(before, nn.Identity) and isinstance(after, nn.Identity)):
         new = RoutedGate(before, new, after)
-    fused = [layer for layer in network.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
-    if not isinstance(new, (GateLayer, nn.Identity)) and any(gate in layer.modules() for layer in fused):
-        new.register_forward_pre_hook(keep_being_called)
-    replace_gate(network, gate, new.train(gate.training), change.size)
+    if not isinstance(new, (GateLayer, nn.Identity)):
+        fused = [layer for layer in network.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
+        if any(gate in layer.modules() for layer in fused):
+            new.register_forward_pre_hook(keep_being_called)
+    return gate, (new.train(gate.training), change.size)
 
 
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again

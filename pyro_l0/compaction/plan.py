@@ -524,20 +524,21 @@ def _change(
     every = torch.arange(gate.size)
     found = found or GateMap(every, every)
     inside, behind = found.front.tolist(), found.behind.tolist()
-    units = [unit for unit in inside if unit in set(behind)]
+    outside = set(behind)
+    units = [unit for unit in inside if unit in outside]
     if keep_gates and not bool((value[units] != 0).any()):
         units = []  # the code around them needs their zeros alone
     if keep_gates and len(units) == gate.size:
         return None
-    left = value.detach().double().cpu()[units]
+    chosen, left = set(units), value.detach().double().cpu()[units]
     calls = [x for x in recording.operations if x.name == "gate" and x.arguments["site"] == site]
     is_one = bool((left == 1).all())
     return GateChange(
         site=site,
         units=tuple(units),
         size=len(inside),
-        read=tuple(i for i, unit in enumerate(inside) if unit in set(units)),
-        put=tuple(i for i, unit in enumerate(behind) if unit in set(units)),
+        read=tuple(i for i, unit in enumerate(inside) if unit in chosen),
+        put=tuple(i for i, unit in enumerate(behind) if unit in chosen),
         out=len(behind),
         reads_input=_reads_input(recording, calls),
         fixed=None if keep_gates or is_folded or is_one else tuple(left.tolist()),

@@ -131,21 +131,22 @@ def _path_of_holder(network: nn.Module) -> str:
     return first
 
 
-def replace_gate(network: nn.Module, old: nn.Module, new: nn.Module, size: int) -> None:
-    """Replace a gate, in place, by another module that gets so many units; an Identity takes the hook away."""
-    hooks = [hook for _, hook in hooks_of(network) if hook.gate is old]
-    is_gone = bool(hooks) and isinstance(new, nn.Identity)
-    for hook in hooks:
-        hook.gate = new
+def replace_gates(network: nn.Module, new: Mapping[nn.Module, tuple[nn.Module, int]]) -> None:
+    """Replace gates, in place, by other modules that get so many units; an Identity takes the hook away."""
+    gone = set[nn.Module]()
+    for hook in [hook for _, hook in hooks_of(network) if hook.gate in new]:
+        old = hook.gate
+        hook.gate, size = new[old]
         hook.resize(size)
-        if is_gone:
+        if isinstance(hook.gate, nn.Identity):
             hook.remove()
-    for path, module in list(network.named_modules(remove_duplicate=False)):
-        if module is old and is_gone:
+            gone.add(old)
+    for path, module in [x for x in network.named_modules(remove_duplicate=False) if x[1] in new]:
+        if module in gone:
             _take_out(network, path)
-        elif module is old:
+        else:
             parent, _, name = path.rpartition(".")
-            network.get_submodule(parent)._modules[name] = new
+            network.get_submodule(parent)._modules[name] = new[module][0]
 
 
 def _take_out(network: nn.Module, path: str) -> None:

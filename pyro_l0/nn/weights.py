@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import Gate, GateLayer, check_given
-from pyro_l0.nn.insert import GateHook, arrange, has_hook, hooks_of, module_at, replace_gate
+from pyro_l0.nn.insert import GateHook, arrange, has_hook, hooks_of, module_at, replace_gates
 
 __all__ = ["fix_weights", "gate_weights"]
 
@@ -80,7 +80,7 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
             if isinstance(hook, _WeightsHook) and isinstance(before.gate, GateLayer):
                 weight = _weight(new.get_submodule(path))
                 weight *= values[before.gate].to(weight).view_as(weight)
-                replace_gate(new, hook.gate, nn.Identity(), weight.numel())
+                replace_gates(new, {hook.gate: (nn.Identity(), weight.numel())})
     return new
 
 

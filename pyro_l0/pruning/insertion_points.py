@@ -18,7 +18,7 @@ from pyro_l0.nn import Gate, L0Gate, NetworkCost, gate_heads, insert_gates, sugg
 from pyro_l0.nn.engine import Example, analyse, record
 from pyro_l0.nn.engine.readers import find_readers, find_writers
 from pyro_l0.nn.gate import GateLayer, gate_names, name_gates
-from pyro_l0.nn.insert import hooks_of, replace_gate
+from pyro_l0.nn.insert import hooks_of, replace_gates
 from pyro_l0.nn.suggest import Suggestions
 
 __all__ = ["GatedNetwork", "gates_at_least", "gates_in_step", "put_gates"]
@@ -212,9 +212,10 @@ def _with_gates(network: nn.Module, sites: Sites) -> nn.Module:
         if not isinstance(gate, int):
             gates.update(dict.fromkeys(paths, copy.deepcopy(gate)))
     gated = insert_gates(gate_heads(network, heads), gates)
+    new = dict[nn.Module, tuple[nn.Module, int]]()
     for gate in name_gates(gated).values():
         if isinstance(gate, Gate):
-            new = L0Gate(gate.size, dim=gate.dim, init_jitter=0.0, sync_draws=False)
-            new.site_name = gate.site_name
-            replace_gate(gated, gate, new, gate.size)
+            layer = L0Gate(gate.size, dim=gate.dim, init_jitter=0.0, sync_draws=False)
+            layer.site_name, new[gate] = gate.site_name, (layer, gate.size)
+    replace_gates(gated, new)
     return gated.to(next((p.device for p in network.parameters()), "cpu"))
