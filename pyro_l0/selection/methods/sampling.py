@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_l0.maths.second_order import Quadratic, quadratic_of
 from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk, sampled_on_expansions, sampled_target
+from pyro_l0.selection.methods.augmentation import AugmentedChains, is_augmented, standard_error
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
 from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
@@ -173,10 +174,8 @@ class LaplaceChains(NamedTuple):
     log_slab: Tensor  # log slab scales, shape (rounds, chains)
 
     def standard_error(self) -> Tensor:
-        """Of the mean gates, shape ``(G,)``: by how much chains differ, and halves of all of them."""
-        by_chain = self.gates.double().mean(0)
-        halves = torch.stack([half.double().mean((0, 1)) for half in self.gates.chunk(2)])
-        return (by_chain.var(0) / len(by_chain) + halves.var(0) / 2).sqrt()
+        """Of the mean gates, shape ``(G,)``."""
+        return standard_error(self.gates.double())
 
 
 class _Point(NamedTuple):
@@ -232,7 +231,8 @@ def laplace_chains(
 
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
-_CHAINS = 64  # on the Laplace evidence
+_CHAINS = 64  # beyond the expansion
+_PRECISE = 0.015  # standard error above which augmented chains follow, and up to which they run
 # Their proposals: of the warm-up and of the first run, which is doubled so often at most; fewer where a gate vector
 # has more numbers in its Hessians.
 _EXPANDED_ROUNDS, _FEWEST_ROUNDS, _DOUBLINGS, _WORK = 150, 20, 3, 2**24
@@ -244,8 +244,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
     chains find, which run for a third of the effort. Draws of the last chains are re-weighted by the Laplace evidence
-    of their gates and slab scales. Where that leaves a standard error above ``MOST_ERROR``, chains on the Laplace
-    evidence itself continue from there.
+    of their gates and slab scales. Where that leaves a standard error above ``_PRECISE``, augmented chains continue a
+    logistic regression; where it is above ``MOST_ERROR``, chains on the Laplace evidence itself continue others.
     """
 
     def sampled(walk: _Walk, share: float) -> GibbsRun:
@@ -270,8 +270,13 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     active_probs = (run.active_probs + change @ z.double()).clamp(0, 1)
     of_weights = change.square() @ (z.double() - active_probs).square()
     error = (run.standard_error().square() + of_weights).sqrt()
-    which = resampled(weights, draws, generator)
     log_evidence = chain_evidence(_log_marginal(walk, problem.prior), walk, run, generator)
+    log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
+    which = resampled(weights, draws, generator)
+    if error.max() > _PRECISE and is_augmented(problem):
+        start = which[torch.arange(_CHAINS) % draws]
+        augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
+        return augmented.posterior(log_evidence, draws, _PRECISE)
     if error.max() > MOST_ERROR:
         chains = _continued(evidence, walk, z[:_CHAINS], slab[:_CHAINS].log(), generator)
         active_probs, error = chains.gates.double().mean((0, 1)), chains.standard_error()
@@ -283,7 +288,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     return SelectionPosterior.of(
         active_probs,
         rescaled(problem, active_probs, weights @ z.double(), moments),
-        log_evidence + float(log_ratio.logsumexp(0)) - math.log(_DRAWS),
+        log_evidence,
         evidence.draws_at(z[which], slab[which], generator),
         error,
     )

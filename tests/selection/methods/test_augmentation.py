@@ -1,0 +1,87 @@
+"""Augmented chains of logistic regressions against the sum over all gates, and against quadrature."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_l0.selection.design import make_design
+from pyro_l0.selection.methods import augmentation
+from pyro_l0.selection.methods.augmentation import AugmentedChains, is_augmented
+from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from tests.maths.spike_and_slab import seeded
+
+
+def labels(n, p, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 1)) + rng.normal(size=(n, p))  # correlations of one half
+    return x, (1.5 * x[:, 0] - x[:, 1] + rng.logistic(size=n) > 0).astype(float)
+
+
+def sampled(problem, seed=1, chains=32):
+    generator = seeded(seed)
+    z = torch.zeros(chains, problem.gates, dtype=torch.bool)
+    start = torch.full((chains,), problem.prior.slab_scale or 1.0, dtype=torch.float64).log()
+    return AugmentedChains(problem, z, start, generator).posterior(0.0, 2000, 0.0)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(augmentation, "_ROUNDS", 2)
+    monkeypatch.setattr(augmentation, "_ROUND", 50)
+
+
+@pytest.mark.parametrize("groups", [None, np.array([0, 1, 1, 2])])
+@pytest.mark.parametrize("intercept", [True, False])
+@torch.no_grad()
+def test_sum_over_all_gates(groups, intercept, short):
+    """With many observations Laplace's sum is right to .002; five standard errors and that."""
+    x, y = labels(300, 4, seed=0)
+    x[:, 2:] *= 0.3
+    known = {"slab_scale": 0.5, "rate": 0.5, "standardize": False}
+    problem = make_design(x, y, "bernoulli", gate_of=groups, fit_intercept=intercept, **known).problem
+    exact, found = enumerate_posterior(problem, seed=0), sampled(problem)
+    assert ((exact.active_probs > 0.05) & (exact.active_probs < 0.95)).any()
+    assert found.standard_error.max() < 0.05
+    assert (np.abs(found.active_probs - exact.active_probs) < 5 * found.standard_error + 2e-3).all()
+    np.testing.assert_allclose(found.mean, exact.mean, atol=0.1 * exact.sd.max())
+    np.testing.assert_allclose(found.sd, exact.sd, rtol=0.15)
+    drawn = found.draws.coefficients.toarray()
+    np.testing.assert_allclose(drawn.mean(0), exact.mean[:, 0], atol=0.15 * exact.sd.max())
+    assert (found.draws.intercept != 0).all() == intercept
+
+
+@torch.no_grad()
+def test_separated_labels_by_quadrature(short):
+    """One separating feature under a wide slab, where Laplace's approximation is too large by a tenth."""
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    y = (x > 0).double()
+    problem = make_design(x[:, None].numpy(), y.numpy(), "bernoulli", slab_scale=10.0, rate=0.5, fit_intercept=False)
+    beta = torch.linspace(-80, 80, 20_001, dtype=torch.float64)
+    eta = problem.problem.x * beta
+    log_density = (y[:, None] * eta - torch.nn.functional.softplus(eta)).sum(0) - 0.5 * (beta / 10) ** 2
+    density = log_density.exp()
+    evidence = float(density.sum() * (beta[1] - beta[0])) / (10 * np.sqrt(2 * np.pi)) / 0.5**8
+    mean = float((density * beta).sum() / density.sum())
+    found = sampled(problem.problem, chains=100)
+    active = evidence / (1 + evidence)
+    assert abs(found.active_probs[0] - active) < 5 * found.standard_error[0] + 1e-3
+    assert found.mean[0, 0] == pytest.approx(active * mean, rel=0.05)
+
+
+@torch.no_grad()
+def test_an_unknown_slab_scale_and_weights(short):
+    """Rows of weight two are two rows: against the sum over all gates of the repeated ones."""
+    x, y = labels(150, 4, seed=3)
+    weight = np.where(np.arange(150) % 2, 1.0, 2.0)
+    weighted = make_design(x, y, "bernoulli", weight=weight).problem
+    exact = enumerate_posterior(make_design(*(v.repeat(weight.astype(int), 0) for v in (x, y)), "bernoulli").problem)
+    found = sampled(weighted)
+    assert (np.abs(found.active_probs - exact.active_probs) < 5 * found.standard_error + 0.01).all()
+    assert np.log(found.draws.slab_scale).mean() == pytest.approx(np.log(exact.draws.slab_scale).mean(), abs=0.1)
+
+
+def test_where_it_applies():
+    x, y = labels(20, 3, seed=4)
+    assert is_augmented(make_design(x, y, "bernoulli").problem)
+    assert not is_augmented(make_design(x, y, "poisson").problem)
+    assert not is_augmented(make_design(x, y, "bernoulli", weight=np.full(20, 0.5)).problem)
