@@ -22,6 +22,7 @@ from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
 from pyro_l0.distributions.mixtures import ExponentialGate, ExponentialUniformGate, PowerLawGate
 from pyro_l0.distributions.rectified import Rectified, RectifiedNormal
 from pyro_l0.distributions.stretched import integrate
+from pyro_l0.expect import expect
 from pyro_l0.maths import backend, hard_concrete_kl, quadrature, rectified_normal, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
@@ -114,8 +115,7 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
         >>> kl_by_quadrature(HardConcrete(0.0), RectifiedNormal(0.5, 0.5))
         tensor(0.0351)
     """
-    if not (isinstance(q, GateDistribution) and isinstance(p, GateDistribution)):
-        raise TypeError(f"Expected two gates, but got {q!r} and {p!r}.")
+    expect(GateDistribution, "a gate", q=q, p=p)
     _check_atoms(q, p)
     return integrate(_kl_between, q, p)
 

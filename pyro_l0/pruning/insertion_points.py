@@ -107,10 +107,6 @@ def put_gates(
     expect(Mapping | None, "a dict of gates by module path", gates=gates)
     for path, gate in (gates or {}).items():
         expect(GateLayer, "a Gate or an L0Gate", **{f"gates[{path!r}]": gate})
-    if gates is not None and not gates and not gate_names(network):
-        raise ValueError(
-            "Expected at least one gate by module path, but got none; leave gates out for those suggested."
-        )
     if gates is not None or gate_names(network):
         given = gates or {}
         together = {id(gate): [path for path in given if given[path] is gate] for gate in given.values()}

@@ -202,7 +202,6 @@ def test_refusals():
     module = Classifier()
     for make, error in (
         (lambda: BudgetCallback(nn.Linear(6, 2), X, 0.4), "a network with L0Gates, but it has none"),
-        (lambda: BudgetCallback(module.net, X, 0.4, "flops"), "one of macs, weights, parameters, or a function, but"),
         (lambda: fit(Manual(), BudgetCallback(module.net, X, 0.4)), "has 1 and steps by itself. Use SparsityTarget"),
         (lambda: fit(Classifier(), BudgetCallback(module.net, X, 0.4)), "but gate '2' is not. Train a module that"),
         (lambda: fit(module, BudgetCallback(module.net, X, 0.4), max_epochs=1), "at least 10, but got 5"),

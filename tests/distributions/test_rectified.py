@@ -160,5 +160,5 @@ def test_what_is_no_distribution(bad):
     with pytest.raises(TypeError, match="Expected base to be a distribution"):
         Rectified(bad)
     for pair in ((bad, HardConcrete(0.0)), (HardConcrete(0.0), bad)):
-        with pytest.raises(TypeError, match="Expected two gates"):
+        with pytest.raises(TypeError, match=r"Expected [qp] to be a gate"):
             kl_by_quadrature(*pair)

@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "gates at no path": (dict(gates={"frist": Gate(32)}), ValueError, "'frist'; there are 'first'"),
     "a gate of no size": (dict(gates={"first": Gate(31)}), ValueError, "Expected 31 units"),
-    "no gates": (dict(gates={}), ValueError, "at least one gate"),
+    "no gates": (dict(gates={}), ValueError, "a network with L0Gates, but it has none"),
     "steps per epoch": (dict(steps_per_epoch=0), ValueError, "steps_per_epoch of at least 1"),
     "half a step per epoch": (dict(steps_per_epoch=2.5), TypeError, "steps_per_epoch to be a whole number"),
     "at least, in front": (dict(at_least={"first": 3}), ValueError, "behind 'second', 'dropout', but got 'first'"),
