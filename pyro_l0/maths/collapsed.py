@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.second_order import BATCH, Quadratic, open_positions
+from pyro_l0.maths.second_order import BATCH, DesignQuadratic, Quadratic, open_positions
 
 
 class CollapsedQuadratic:
@@ -70,6 +70,14 @@ class CollapsedQuadratic:
         factors, evidence = map(torch.cat, zip(*parts, strict=True))
         return factors, evidence
 
+    def of_parts(self, z: Tensor, parts: Tensor) -> PartConditionals:
+        """The same for some parts of the design's elements, shape ``(S, c)``, and for the gates that are open."""
+        on = self.on(z)
+        width = parts.shape[1] * self._design.members.shape[1]
+        found = [self._of_parts(on[batch], batch, parts[batch]) for batch in self._batches(on, width)]
+        most = max(one.gates.shape[1] for one in found)
+        return PartConditionals(*map(torch.cat, zip(*(one.padded(most) for one in found), strict=True)))
+
     def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log Bayes factor of every gate, and mean and variance of the slab behind it if it opens; each ``(S, p)``."""
         if self._groups is not None:
@@ -101,6 +109,11 @@ class CollapsedQuadratic:
             raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
         return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of).bool()
 
+    @property
+    def _design(self) -> DesignQuadratic:
+        assert isinstance(self.quadratic, DesignQuadratic)
+        return self.quadratic
+
     def _batches(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
         """Batches of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
         most = max(int(on.sum(1).max()), 1) if len(on) else 1
@@ -124,20 +137,35 @@ class CollapsedQuadratic:
         factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
         return factors, open_.log_evidence
 
+    def _of_parts(self, on: Tensor, batch: slice, parts: Tensor) -> PartConditionals:
+        open_, design = self._open(on, batch), self._design
+        gates, valid = design.members[parts].flatten(1), design.valid[parts].flatten(1)
+        elements = _Elements(*(_at(_picked(x, batch), gates) for x in self._elements))
+        factors = _log_integral(*_closed(open_, elements, design.rows(open_.index, parts)))
+        of_open = _log_integral(*open_.alone())
+        same = (open_.index[:, :, None] == gates[:, None, :]) & open_.valid[:, :, None] & valid[:, None, :]
+        is_open = same.any(1)
+        factors = torch.where(is_open, (of_open[:, None, :] @ same.to(of_open)).squeeze(1), factors)
+        elsewhere = open_.valid & ~same.any(2)
+        return PartConditionals(
+            torch.cat([gates, open_.index], 1),
+            torch.cat([valid, elsewhere], 1),
+            torch.cat([is_open, elsewhere], 1),
+            torch.cat([factors, of_open], 1),
+            open_.log_evidence,
+        )
+
     def _rest(self, open_: _Open, batch: slice) -> tuple[_Elements, Tensor, Tensor]:
         """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
         elements = _Elements(*(_picked(x, batch) for x in self._elements))
-        cross = (open_.inverse * open_.unit[:, None, :]) @ self.quadratic.rows(open_.index)
-        return elements, cross, elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
+        return elements, *_left(open_, elements, self.quadratic.rows(open_.index))
 
     def _slab(self, open_: _Open, batch: slice) -> tuple[Tensor, Tensor]:
         """Precision and linear term of each slab alone, in units of its scale, if its gate is open."""
-        elements, cross, rest = self._rest(open_, batch)
-        explained = elements.unit.square() * cross.square_().sum(1)
-        # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
-        precision = (elements.diagonal - explained).clamp(min=0) + 1
-        variance = open_.inverse.square().sum(1)
-        return open_.placed(1 / variance, out=precision), open_.placed(open_.mean / variance, out=rest)
+        elements = _Elements(*(_picked(x, batch) for x in self._elements))
+        precision, linear = _closed(open_, elements, self.quadratic.rows(open_.index))
+        of_open = open_.alone()
+        return open_.placed(of_open[0], out=precision), open_.placed(of_open[1], out=linear)
 
     def _slabs(self, on: Tensor, noise: Tensor) -> Tensor:
         """Posterior mean of the slabs plus noise times deviation; the noise alone behind closed gates."""
@@ -148,6 +176,21 @@ class CollapsedQuadratic:
                 open_.placed(open_.coloured(open_.whitened + _at(noise[batch], open_.index)), out=noise[batch])
             )
         return torch.cat(parts) * self._scale
+
+
+class PartConditionals(NamedTuple):
+    """Log Bayes factors of w gates for each of S gate vectors; the last of these are open and in none of the parts."""
+
+    gates: Tensor  # shape (S, w)
+    valid: Tensor  # where there is no padding and no repetition
+    open: Tensor  # which are open
+    factors: Tensor
+    log_evidence: Tensor  # shape (S,)
+
+    def padded(self, width: int) -> PartConditionals:
+        """With columns of padding at the end."""
+        gates, valid, is_open, factors = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in self[:4])
+        return PartConditionals(gates, valid, is_open, factors, self.log_evidence)
 
 
 class _Elements(NamedTuple):
@@ -178,6 +221,11 @@ class _Open:
         """Posterior mean, in units of the scale."""
         return self.coloured(self.whitened)
 
+    def alone(self) -> tuple[Tensor, Tensor]:
+        """Precision and linear term of each slab given the other open gates, in units of its scale."""
+        variance = self.inverse.square().sum(1)
+        return 1 / variance, self.mean / variance
+
     def coloured(self, x: Tensor) -> Tensor:
         """L'^-1 x."""
         return (x[:, None, :] @ self.inverse).squeeze(1)
@@ -187,6 +235,20 @@ class _Open:
         chain, _ = self.valid.nonzero(as_tuple=True)
         out[chain, self.index[self.valid]] = values[self.valid]
         return out
+
+
+def _left(open_: _Open, elements: _Elements, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """L^-1 t A for the rows of A of the open elements, shape ``(S, k, w)``, and the linear term that they leave."""
+    cross = (open_.inverse * open_.unit[:, None, :]) @ rows
+    return cross, elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
+
+
+def _closed(open_: _Open, elements: _Elements, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Precision and linear term of slabs behind closed gates if they open, in units of their scales."""
+    cross, rest = _left(open_, elements, rows)
+    explained = elements.unit.square() * cross.square_().sum(1)
+    # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
+    return (elements.diagonal - explained).clamp(min=0) + 1, rest
 
 
 @dataclass(frozen=True)

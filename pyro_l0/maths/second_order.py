@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from scipy.sparse import csc_array, diags_array
 from torch import Tensor
 
-# Numbers that one batch of work may hold, and rows of a design's A that are kept: 128 MB and 256 MB of float64.
+# Numbers that one batch of work may hold, and rows of a design's A that are stored: 128 MB and 256 MB of float64.
 BATCH = 2**24
-KEPT = 2**25
+STORED = 2**25
 _DENSE = 2000  # columns of a design up to which A is formed at once: 32 MB
+_PART, _MOST_PARTS = 512, 32  # columns of a part where there are few, and parts of very many
 
 
 class Quadratic(Protocol):
@@ -49,58 +51,162 @@ class DenseQuadratic:
 class DesignQuadratic:
     """A quadratic log likelihood with A = X'X, which is never held as a whole.
 
-    Rows of A are computed when first needed and kept while there is room: a sampler opens few gates, mostly the same.
+    The elements are in T parts of equal size, as they come, and some of them, the anchors, are one part more. Rows of A
+    are computed part by part when first needed and stored while there is room: a sampler opens few gates, mostly the
+    same.
+
+    Attributes:
+        parts: T.
+        members: the elements of each part, then the anchors, shape ``(T + 1, m)``.
+        valid: which members are neither padding nor, in the first T parts, anchors.
+        part_of: the part of each element, T for anchors, shape ``(p,)``.
     """
 
-    def __init__(self, design: Tensor, linear: Tensor) -> None:
-        self.linear = linear
-        self._columns = design.T.contiguous()
-        self.diagonal = self._columns.square() @ design.new_ones(1).expand(len(design))
-        self._capacity = KEPT // max(len(linear), 1)
-        self._forget()
+    members: Tensor
+    valid: Tensor
+    part_of: Tensor
+    _anchors: Tensor | SparseColumns  # their columns of X, as rows
+    _stored: Tensor  # rows of A by parts, shape (slots, T + 1, m)
+    _filled: Tensor  # which of them have been computed
+    _slot: Tensor  # of each element, -1 if it has none
+    _element: Tensor  # of each slot in use
 
-    def rows(self, index: Tensor) -> Tensor:
-        """See :class:`Quadratic`."""
-        wanted, inverse = index.unique(return_inverse=True)
-        if len(wanted) > self._capacity:
-            return self._computed(wanted)[inverse]
-        missing = wanted[self._slot[wanted] < 0]
-        if self._count + len(missing) > self._capacity:
-            self._forget()
-            missing = wanted
-        self._keep(missing)
-        return self._kept[self._slot[index]]
+    def __init__(self, columns: Tensor | SparseColumns, linear: Tensor) -> None:
+        self.linear = linear
+        if isinstance(columns, Tensor):
+            columns = columns.contiguous()
+            self.diagonal = torch.cat([x.square().sum(1) for x in columns.split(_PART)])
+        else:
+            self.diagonal = columns.square
+        self._columns = columns
+        p = len(linear)
+        self.parts = max(min(_MOST_PARTS, -(-p // _PART)), 1)
+        self._width = -(-p // self.parts)
+        self._capacity = max(STORED // max(p, 1), 1)
+        self._clear()
+        self.set_anchors(linear.square() / self.diagonal.clamp(min=torch.finfo(linear.dtype).tiny))
+
+    def set_anchors(self, score: Tensor) -> None:
+        """Make the elements of highest score, shape ``(p,)``, the anchors."""
+        p = len(score)
+        anchors = score.topk(self._width).indices
+        self._anchors = self._columns[anchors]
+        members = torch.arange(self.parts * self._width, device=score.device).view(self.parts, self._width)
+        inside = members < p
+        members = members.clamp(max=p - 1)
+        self.part_of = torch.arange(p, device=score.device) // self._width
+        self.part_of[anchors] = self.parts
+        self.members = torch.cat([members, anchors[None]])
+        self.valid = torch.cat([inside & (self.part_of[members] < self.parts), torch.ones_like(inside[:1])])
+        self._filled[:, -1] = False
+
+    def rows(self, index: Tensor, parts: Tensor | None = None) -> Tensor:
+        """See :class:`Quadratic`; with parts, shape ``(S, c)``, of their members only, which gives ``(S, k, c m)``."""
+        slots = self._slots(index)
+        which = torch.arange(self.parts, device=index.device).expand(len(index), -1) if parts is None else parts
+        for part in which.unique().tolist():
+            needed = slots[(which == part).any(1)].unique()
+            missing = needed[~self._filled[needed, part]]
+            if len(missing):
+                start = part * self._width
+                columns = self._anchors if part == self.parts else self._columns[start : start + self._width]
+                products = _products(self._columns[self._element[missing]], columns)
+                self._stored[missing, part, : len(columns)] = products
+                self._filled[missing, part] = True
+        if parts is None:
+            everything: Tensor = self._stored.flatten(1)[:, : len(self.linear)]
+            return everything[slots]
+        of_parts: Tensor = self._stored[slots[:, :, None], parts[:, None, :]]
+        return of_parts.flatten(2)
 
     def blocks(self, index: Tensor) -> Tensor:
         """See :class:`Quadratic`."""
+        if isinstance(self._columns, SparseColumns):
+            every, where = index.unique(return_inverse=True)
+            found: Tensor = _products(self._columns[every], self._columns[every])
+            return found[where[:, :, None], where[:, None, :]]
         pieces = index.split(max(1, BATCH // max(1, index.shape[1] * self._columns.shape[1])))
         columns = (self._columns[piece] for piece in pieces)
         return torch.cat([x @ x.mT for x in columns])
 
-    def _computed(self, index: Tensor) -> Tensor:
-        return self._columns[index] @ self._columns.T
+    def _slots(self, index: Tensor) -> Tensor:
+        """Where the rows of elements are stored; all are dropped where there is no room for new ones."""
+        wanted = index.unique()
+        missing = wanted[self._slot[wanted] < 0]
+        if len(self._element) > 0 and len(self._element) + len(missing) > self._capacity:
+            self._clear()
+            missing = wanted
+        start, end = len(self._element), len(self._element) + len(missing)
+        if end > len(self._stored):
+            more = max(min(max(2 * end, 64), self._capacity), end) - len(self._stored)
+            self._stored = torch.cat([self._stored, self._stored.new_zeros(more, *self._stored.shape[1:])])
+            self._filled = torch.cat([self._filled, self._filled.new_zeros(more, self.parts + 1)])
+        self._element = torch.cat([self._element, missing])
+        self._slot[missing] = torch.arange(start, end, device=index.device)
+        found: Tensor = self._slot[index]
+        return found
 
-    def _forget(self) -> None:
-        self._count = 0
-        self._kept = self._columns.new_empty(0, len(self.linear))
+    def _clear(self) -> None:
+        self._stored = self.linear.new_empty(0, self.parts + 1, self._width)
+        self._filled = torch.zeros(0, self.parts + 1, dtype=torch.bool, device=self.linear.device)
         self._slot = torch.full_like(self.linear, -1, dtype=torch.long)
-
-    def _keep(self, index: Tensor) -> None:
-        end = self._count + len(index)
-        if end > len(self._kept):
-            grown = self._kept.new_empty(min(max(2 * end, 64), self._capacity), len(self.linear))
-            grown[: self._count] = self._kept[: self._count]
-            self._kept = grown
-        self._kept[self._count : end] = self._computed(index)
-        self._slot[index] = torch.arange(self._count, end, device=index.device)
-        self._count = end
+        self._element = self._slot[:0]
 
 
-def quadratic_of(design: Tensor, linear: Tensor) -> DenseQuadratic | DesignQuadratic:
-    """A quadratic log likelihood with A = X'X, which is formed at once unless it is large."""
+class SparseColumns:
+    """Columns (x - centre) / divisor of a sparse matrix, times the roots of weights, which are centred by algebra only.
+
+    Their products are X'WX - s c c', with s the sum of the weights.
+    """
+
+    def __init__(self, matrix: Any, centre: Tensor, divisor: Tensor, root: Tensor, square: Tensor) -> None:
+        self._matrix = matrix  # of columns times roots of weights
+        self._centre, self._divisor, self._root = centre, divisor, root
+        self.square = square  # of each column, sums
+
+    @staticmethod
+    def of(matrix: Any, centre: Any, divisor: Any, root: Tensor, square: Any) -> SparseColumns:
+        """From a sparse matrix, shape ``(n, p)``, and sums of squares of its centred columns before the division."""
+        matrix = csc_array(diags_array(root.numpy()) @ matrix)
+        centre, divisor, square = map(torch.from_numpy, (centre, divisor, square))
+        return SparseColumns(matrix, centre, divisor, root, square / divisor.square())
+
+    def __len__(self) -> int:
+        return len(self._centre)
+
+    def __getitem__(self, index: Tensor | slice) -> SparseColumns:
+        columns = index if isinstance(index, slice) else index.numpy()
+        found = self._matrix[:, columns]
+        return SparseColumns(found, self._centre[index], self._divisor[index], self._root, self.square[index])
+
+    def __matmul__(self, y: Tensor) -> Tensor:
+        """X'y."""
+        crossed = torch.from_numpy(self._matrix.T @ y.numpy()) - self._centre * (self._root @ y)
+        return crossed / self._divisor
+
+    def products(self, other: SparseColumns) -> Tensor:
+        """Of each column with each of the others, some of which are made dense at a time."""
+        step = max(1, BATCH // len(self._root))
+        parts = [self._matrix[:, i : i + step].toarray() for i in range(0, len(self), step)]
+        crossed = torch.cat([torch.from_numpy((other._matrix.T @ part).T) for part in parts])
+        crossed = crossed - self._root.square().sum() * self._centre[:, None] * other._centre
+        return crossed / self._divisor[:, None] / other._divisor
+
+
+def _products(one: Tensor | SparseColumns, other: Tensor | SparseColumns) -> Tensor:
+    """Of columns with columns; dense ones are the rows of a tensor."""
+    if isinstance(one, SparseColumns):
+        assert isinstance(other, SparseColumns)
+        return one.products(other)
+    assert isinstance(other, Tensor)
+    return one @ other.T
+
+
+def quadratic_of(columns: Tensor | SparseColumns, linear: Tensor) -> DenseQuadratic | DesignQuadratic:
+    """A quadratic log likelihood with A = X'X from the rows of X', which is formed at once unless it is large."""
     if len(linear) > _DENSE:
-        return DesignQuadratic(design, linear)
-    return DenseQuadratic(design.T @ design, linear)
+        return DesignQuadratic(columns, linear)
+    return DenseQuadratic(_products(columns, columns), linear)
 
 
 _ITERATIONS, _HALVINGS = 100, 40

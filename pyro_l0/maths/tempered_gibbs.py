@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.second_order import LogLikelihood, Quadratic, laplace, quadratic_at
+from pyro_l0.maths.second_order import DesignQuadratic, LogLikelihood, Quadratic, laplace, quadratic_at
 
 
 class GatePrior(Protocol):
@@ -37,9 +38,9 @@ class IndependentGates:
         self._logits = logits
         self.active_prob = torch.sigmoid(logits)
 
-    def logits(self, z: Tensor) -> Tensor:
-        """See :class:`GatePrior`."""
-        return self._logits
+    def logits(self, z: Tensor, gates: Tensor | None = None) -> Tensor:
+        """See :class:`GatePrior`; of some gates of each vector, shape ``(S, w)``, if they are given."""
+        return self._logits if gates is None else self._logits.expand(z.shape[1])[gates]
 
     def log_prob(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
@@ -56,10 +57,9 @@ class BetaBinomialGates:
         self.alpha, self.beta = alpha, beta
         self.active_prob = torch.tensor(alpha / (alpha + beta), dtype=torch.float64)
 
-    def logits(self, z: Tensor) -> Tensor:
-        """See :class:`GatePrior`."""
-        z = _numbers(z)
-        others = z.sum(-1, keepdim=True) - z
+    def logits(self, z: Tensor, gates: Tensor | None = None) -> Tensor:
+        """See :class:`GatePrior`; of some gates of each vector, shape ``(S, w)``, if they are given."""
+        others = z.sum(-1, keepdim=True) - _numbers(z if gates is None else z.gather(-1, gates))
         return torch.log(self.alpha + others) - torch.log(self.beta + (z.shape[-1] - 1 - others))
 
     def log_prob(self, z: Tensor) -> Tensor:
@@ -223,22 +223,36 @@ def sampled_target(
     The gates ``start``, shape ``(chains, G)``, move in place. During the first ``warm_up`` flips, which are left out,
     the ``running`` active probabilities, shape ``(G,)``, follow the chains if ``adapts``. Averages give each chain the
     same weight where they do not sample the ``same_target``.
+
+    With thousands of gates each chain may flip, at a time, those of a random part of them, the probable ones, or
+    anchors, and those that are open: the subset sampler of Jankowiak (2023, arXiv:2208.01180) with open gates in
+    every subset. It samples gates, scales and the part b in proportion to p(z, theta | y) Z(z, theta, b) with
+    Z = sum_j v_j U(b | j, z), where U is 1 at the part of a closed gate that is no anchor, and 1 / T at each of the T
+    parts for all others. After the flip of j the next part is drawn from U(b | j, z). So b is uniform under the weights
+    1 / Z, and an average over the steps at which a gate was in the subset is that of the posterior.
     """
     z = start
     explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
-    tried = 0.5 * (running + explored)
     steps = _Steps(flips - warm_up, z, target.hyper)
     everyone = torch.arange(len(z), device=z.device)
     for step in range(flips):
+        if adapts and 0 < step <= warm_up and step % max(warm_up // 10, 1) == 0:
+            target.set_anchors(running)
         logits = target.logits(z)
+        columns = target.columns
         if adapts and step < warm_up:
-            running = running.lerp(torch.sigmoid(logits).mean(0), 0.05)
-            tried = 0.5 * (running + explored)
+            running = running.lerp(_seen_mean(running, torch.sigmoid(logits), columns), 0.05)
+        tried = 0.5 * (running + explored)
+        if columns is not None:
+            tried = tried[columns.gates] * columns.times
         logits, rates = target.moved(z, logits, tried, step < warm_up, generator)
         if step >= warm_up:
-            steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits))
+            steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits), columns)
         flipped = _chosen(rates, generator)
+        if columns is not None:
+            flipped = columns.gates[everyone, flipped]
         z[everyone, flipped] = 1 - z[everyone, flipped]
+        target.after_flip(z, flipped, generator)
     return steps.run(same_target)
 
 
@@ -252,36 +266,62 @@ _Generator = torch.Generator | None
 _LogitsAndRates = tuple[Tensor, Tensor]
 
 
-class Target(Protocol):
+class Columns(NamedTuple):
+    """The gates that may flip at a step, where these are not all; shape ``(S, w)`` each."""
+
+    gates: Tensor  # which these are
+    open: Tensor
+    times: Tensor  # T for a gate that flips in one of T parts only, 1 for others, 0 for padding
+    seen: Tensor  # which are in the subset whether they are open or not
+    part: Tensor  # of each chain, shape (S,)
+    part_of: Tensor  # the part of each gate, T for an anchor, shape (G,)
+
+
+class Target(ABC):
     """A distribution of gates z, and of the hyperparameters that a chain has beside them, shape ``(chains, d)``."""
 
-    @property
-    def hyper(self) -> Tensor: ...  # noqa: D102
+    hyper: Tensor
+    columns: Columns | None = None  # which gates ``logits`` has seen; all of them by default
 
+    @abstractmethod
     def logits(self, z: Tensor) -> Tensor:
-        """Log odds of every gate given the others and the hyperparameters; shape ``(chains, G)``."""
-        ...
+        """Log odds of every gate given the others and the hyperparameters; shape ``(chains, G)`` or of the columns."""
 
+    @abstractmethod
     def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         """Move the hyperparameters, if it is their turn; returns the log odds and rates after that.
 
         The move must leave the target times the sum of the rates invariant, except in the warm-up (``adapts``).
         """
-        ...
+
+    def set_anchors(self, running: Tensor) -> None:  # noqa: B027
+        """Choose which gates are in every subset, by their running active probabilities."""
+
+    def after_flip(self, z: Tensor, flipped: Tensor, generator: _Generator) -> None:  # noqa: B027
+        """Draw the next subset of each chain, given which gate flipped, shape ``(chains,)``."""
 
 
-class _Fixed(NamedTuple):
+class _Fixed(Target):
     """Gates alone."""
 
-    collapsed: CollapsedQuadratic
-    prior: GatePrior
-    hyper: Tensor
+    def __init__(self, collapsed: CollapsedQuadratic, prior: GatePrior, hyper: Tensor) -> None:
+        self._collapsed, self._prior, self.hyper = collapsed, prior, hyper
 
     def logits(self, z: Tensor) -> Tensor:
-        return self.collapsed.gibbs_logits(z, self.prior.logits(z))
+        return self._collapsed.gibbs_logits(z, self._prior.logits(z))
 
     def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         return logits, flip_rates(tried, z, logits)
+
+
+def _seen_mean(running: Tensor, active: Tensor, columns: Columns | None) -> Tensor:
+    """Active probabilities of the gates, averaged over the chains that saw them; the running ones where none did."""
+    if columns is None:
+        return active.mean(0)
+    gates, seen = columns.gates.flatten(), columns.seen.to(active)
+    total = torch.zeros_like(running).index_add(0, gates, (active * seen).flatten())
+    count = torch.zeros_like(running).index_add(0, gates, seen.flatten())
+    return torch.where(count > 0, total / count.clamp(min=1), running)
 
 
 class _Steps:
@@ -292,22 +332,37 @@ class _Steps:
         self.hyper = hyper.new_empty(steps, *hyper.shape)
         self.weights = z.new_empty(steps, len(z))
         self.active = torch.zeros_like(z)
+        self.seen: Tensor | None = None  # weight of the steps at which each chain saw each part
 
-    def add(self, step: int, z: Tensor, hyper: Tensor, weight: Tensor, active: Tensor) -> None:
+    def add(self, step: int, z: Tensor, hyper: Tensor, weight: Tensor, active: Tensor, columns: Columns | None) -> None:
         self.gates[step] = z.bool()
         self.hyper[step] = hyper
         self.weights[step] = weight
-        self.active.addcmul_(weight[:, None], active)
+        if columns is None:
+            self.active.addcmul_(weight[:, None], active)
+            return
+        self.active.scatter_add_(1, columns.gates, weight[:, None] * active * columns.seen)
+        if self.seen is None:
+            self.part_of = columns.part_of
+            self.seen = self.active.new_zeros(len(z), int(columns.part_of.max()) + 1)
+        self.seen.scatter_add_(1, columns.part[:, None], weight[:, None])
+        self.seen[:, -1] += weight
 
     def run(self, same_target: bool) -> GibbsRun:
         total = self.weights.sum(0)
-        by_chain = self.active / total[:, None]
         # Weights of chains compare only where the chains sample one distribution, with one unknown constant.
         share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
+        if self.seen is None:
+            by_chain = self.active / total[:, None]
+            active_probs = share @ by_chain
+        else:
+            seen = self.seen[:, self.part_of]
+            active_probs = self.active.sum(0) / seen.sum(0)
+            by_chain = torch.where(seen > 0, self.active / seen, active_probs)
         chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
         weights = (self.weights / total * share).flatten()
         gates, hyper = self.gates.flatten(0, 1), self.hyper.flatten(0, 1)
-        return GibbsRun(share @ by_chain, by_chain, gates, weights, chain, hyper)
+        return GibbsRun(active_probs, by_chain, gates, weights, chain, hyper)
 
 
 def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -327,7 +382,7 @@ def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:
 _ACCEPTED = 0.44
 
 
-class ScaleWalk:
+class ScaleWalk(Target):
     """Gates with the scales of a quadratic log likelihood at noise of scale one: a target of ``sampled_target``.
 
     The chains sample p(z, theta | y) Z(z, theta) with theta, kept in ``hyper``, the logarithms of the scales of noise
@@ -340,7 +395,7 @@ class ScaleWalk:
     def __init__(
         self,
         quadratic: Quadratic,
-        prior: GatePrior,
+        prior: IndependentGates | BetaBinomialGates,
         log_density: Callable[[Tensor], Tensor],
         start: Tensor,
         *,
@@ -353,6 +408,10 @@ class ScaleWalk:
         self._log_steps = [0.0 for _ in self._unknown]
         self._flips = 0
         self.hyper = start
+        self._design: DesignQuadratic | None = None
+        if isinstance(quadratic, DesignQuadratic) and gate_of is None and quadratic.parts > 1:
+            self._design = quadratic
+            self._part = torch.arange(len(start), device=start.device) % quadratic.parts
 
     def collapsed(self, theta: Tensor) -> CollapsedQuadratic:
         """The likelihood and the slabs at scales of each chain, shape ``(S, 2)``."""
@@ -364,9 +423,23 @@ class ScaleWalk:
         logits, self._log_joint = self._at(self.hyper, z)
         return logits
 
+    def set_anchors(self, running: Tensor) -> None:
+        """See ``Target``."""
+        if self._design is not None:
+            self._design.set_anchors(running)
+
+    def after_flip(self, z: Tensor, flipped: Tensor, generator: _Generator) -> None:
+        """See ``Target``."""
+        if self._design is not None:
+            own = self._design.part_of[flipped]
+            anywhere = torch.randint(self._design.parts, own.shape, generator=generator, device=own.device)
+            closed = z.gather(1, flipped[:, None])[:, 0] == 0
+            self._part = torch.where(closed & (own < self._design.parts), own, anywhere)
+
     def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         """See ``Target``; moves the chains that ``logits`` saw last."""
-        rates = flip_rates(tried, z, logits)
+        values = z if self.columns is None else self.columns.open.to(z)
+        rates = flip_rates(tried, values, logits)
         self._flips += 1
         if not self._unknown or self._flips % self._every:
             return logits, rates
@@ -376,7 +449,7 @@ class ScaleWalk:
         theta = self.hyper.clone()
         theta[:, self._unknown[which]] += length * torch.randn(len(z), generator=generator).to(z)
         new_logits, log_joint = self._at(theta, z)
-        new_rates = flip_rates(tried, z, new_logits)
+        new_rates = flip_rates(tried, values, new_logits)
         log_ratio = log_joint + new_rates.sum(1).log() - self._log_joint - rates.sum(1).log()
         accept = torch.rand(len(z), generator=generator).to(z).log() < log_ratio
         self.hyper = torch.where(accept[:, None], theta, self.hyper)
@@ -387,8 +460,34 @@ class ScaleWalk:
 
     def _at(self, theta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """Log odds of the gates, and log p(y, theta | z)."""
-        factors, log_evidence = self.collapsed(theta).conditionals(z)
-        return factors + self.prior.logits(z).to(factors), log_evidence + self._log_density(theta)
+        collapsed = self.collapsed(theta)
+        if self._design is None:
+            factors, log_evidence = collapsed.conditionals(z)
+            return factors + self.prior.logits(z).to(factors), log_evidence + self._log_density(theta)
+        design = self._design
+        anchors = torch.full_like(self._part, design.parts)
+        found = collapsed.of_parts(z, torch.stack([self._part, anchors], 1))
+        is_everywhere = found.open | (design.part_of[found.gates] == design.parts)
+        times = torch.where(is_everywhere, 1.0, float(design.parts)) * found.valid
+        seen = found.valid.clone()
+        seen[:, 2 * design.members.shape[1] :] = False
+        self.columns = Columns(found.gates, found.open, times.to(z), seen, self._part, design.part_of)
+        return found.factors + self.prior.logits(z, found.gates), found.log_evidence + self._log_density(theta)
+
+    @property
+    def anchors(self) -> Tensor:
+        """The gates that are in every subset, shape ``(w,)``."""
+        everything = torch.arange(self.collapsed(self.hyper).gates, device=self.hyper.device)
+        return everything if self._design is None else self._design.members[-1]
+
+    def anchor_logits(self, theta: Tensor, z: Tensor) -> Tensor:
+        """Log odds of the anchors given all other gates, at scales of each vector; shape ``(S, w)``."""
+        collapsed = self.collapsed(theta)
+        if self._design is None:
+            return collapsed.gibbs_logits(z, self.prior.logits(z))
+        found = collapsed.of_parts(z, torch.full((len(z), 1), self._design.parts, device=z.device))
+        width = self._design.members.shape[1]
+        return (found.factors + self.prior.logits(z, found.gates))[:, :width]
 
 
 TargetT = TypeVar("TargetT")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, issparse, sparray, spmatrix
 
 from pyro_l0.expect import expect
 
@@ -42,7 +43,7 @@ class CredibleSet:
 def credible_sets(
     gates: NDArray[np.bool_],
     active_probs: NDArray[np.float64],
-    x: NDArray[np.float64],
+    x: NDArray[np.float64] | sparray | spmatrix,
     *,
     level: float = 0.95,
     min_correlation: float = 0.5,
@@ -66,7 +67,7 @@ def credible_sets(
     Args:
         gates: joint draws, bool, shape ``(N, G)``.
         active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
-        x: features of the observations, shape ``(n, p)``.
+        x: features of the observations, shape ``(n, p)``, dense or sparse.
         level: minimum probability that a member is open.
         min_correlation: minimum absolute correlation of any two members.
         names: names of the gates; empty if they have none.
@@ -86,7 +87,8 @@ def credible_sets(
         >>> [found.features for found in credible_sets(gates, gates.mean(0), x)]
         [(0, 1)]
     """
-    expect(np.ndarray, "an array", gates=gates, active_probs=active_probs, x=x)
+    expect(np.ndarray, "an array", gates=gates, active_probs=active_probs)
+    expect(np.ndarray | sparray | spmatrix, "an array", x=x)
     expect(np.ndarray | None, "an array", gate_of=gate_of, weights=weights)
     expect(Sequence | np.ndarray, "a list of names", names=names)
     expect(Real, "a number", level=level, min_correlation=min_correlation)
@@ -139,7 +141,7 @@ class _Grower:
     def __init__(
         self,
         gates: NDArray[np.bool_],
-        x: NDArray[np.float64],
+        x: Any,
         gate_of: NDArray[np.intp],
         weights: NDArray[np.float64] | None,
         level: float,
@@ -151,7 +153,7 @@ class _Grower:
         self._gates = gates[:, self._seen]
         columns = np.flatnonzero(np.isin(gate_of, self._seen))
         self._of = np.searchsorted(self._seen, gate_of[columns])
-        x = x[:, columns]
+        x = x[:, columns].toarray() if issparse(x) else x[:, columns]
         centred = x - x.mean(0) if weights is None else np.sqrt(weights)[:, None] * (x - weights @ x / weights.sum())
         norm = np.sqrt((centred**2).sum(0))
         # A constant feature correlates with none.

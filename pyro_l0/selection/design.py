@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csc_array, csr_array, issparse
 
 from pyro_l0.expect import expect
+from pyro_l0.maths.second_order import SparseColumns
 from pyro_l0.selection.problem import Draws, Family, Prior, Problem, SelectionPosterior
 
 if TYPE_CHECKING:
@@ -153,12 +154,12 @@ class Design:
     factor: NDArray[np.float64]  # shape (p,); 0 for a constant feature, which the problem does not have
     centre: NDArray[np.float64]  # what was subtracted from the features, shape (p,)
     offset: float  # mean of the observations of a Gaussian regression with an intercept, otherwise 0
-    observations: float  # their number, before the contrasts
+    observations: float  # their number
     gate_of: NDArray[np.intp]  # which of G gates switches each feature, shape (p,)
 
     @property
-    def contrasts(self) -> bool:
-        """Whether a flat intercept has been integrated out, by taking the observations orthogonal to a constant."""
+    def flat_intercept(self) -> bool:
+        """Whether one has been integrated out, which takes an observation."""
         return self.problem.family == "gaussian" and self.problem.size < self.observations
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
@@ -184,7 +185,7 @@ class Design:
         # One column for each output: the features' centres in the rows of its coefficients.
         centres = np.kron(self.centre[:, None], np.eye(outputs))
         intercept = draws.intercept + self.offset - coefficients @ centres
-        if self.contrasts:
+        if self.flat_intercept:
             noise = draws.noise_scale / math.sqrt(self.observations)
             intercept = intercept + noise[:, None] * rng.standard_normal(intercept.shape)
         return draws._replace(coefficients=coefficients, intercept=intercept)
@@ -213,7 +214,7 @@ def make_design(
     others does not count them.
 
     Args:
-        x: features, shape ``(n, p)``.
+        x: features, shape ``(n, p)``; sparse ones, of a Gaussian regression, stay sparse.
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
         family: distribution of the observations.
         rate: P(z = 1), or the parameters of its Beta prior; by default it is learned, with the prior of
@@ -246,8 +247,9 @@ def make_design(
     expect(Real | tuple | None, "a number or a pair of numbers", rate=rate)
     expect(Real | None, "a number", expected_size=expected_size, slab_scale=slab_scale, noise_scale=noise_scale)
     features, observations = _checked(x, y, family)
+    is_sparse = issparse(features)
     gaussian = family == "gaussian"
-    number = float(len(features)) if weight is None else float(weight.sum())
+    number = float(len(observations)) if weight is None else float(weight.sum())
     if noise_scale is not None and not gaussian:
         raise ValueError(f"Expected no noise_scale for the family {family!r}, but got {noise_scale}; leave it out.")
     if gaussian and fit_intercept and noise_scale is None and number <= 1:
@@ -257,16 +259,25 @@ def make_design(
         )
     labels = np.array(names or [f"x{j}" for j in range(features.shape[1])], dtype=object)
     _check_sizes(features, observations, labels)
-    centre = np.average(features, 0, weight) if fit_intercept else np.zeros(features.shape[1])
+    rows = np.ones(len(observations)) if weight is None else weight
+    total = features.T @ rows if is_sparse else np.einsum("ij,i->j", features, rows)
+    centre = total / number if fit_intercept else np.zeros(features.shape[1])
     offset = float(np.average(observations, weights=weight)) if gaussian and fit_intercept else 0.0
-    features, observations = features - centre, observations - offset
-    each = _deviations(features, centre, weight)
+    observations = observations - offset
+    if not is_sparse:
+        # Where there are many features their columns are read, and a copy with other rows would take as long.
+        features = np.subtract(features, centre, order="F" if gaussian else "C")
+        square = np.einsum("ij,ij,i->j", features, features, rows)
+    else:
+        square = _sparse_squares(features, centre, rows)
+    each = np.sqrt(square / number)
+    each[each <= 10 * np.finfo(np.float64).eps * np.abs(centre)] = 0.0  # a constant, up to rounding
     deviation = each if factor_of is None else np.sqrt(np.bincount(factor_of, each**2))[factor_of]
     kept = np.flatnonzero(each)
     if len(kept) < len(each):
         _warn_of_constants(labels[each == 0].tolist())
+        features = features[:, kept]
     divisor = deviation[kept] if standardize else np.ones(len(kept))
-    features = np.ascontiguousarray(features[:, kept]) / divisor
 
     size = math.sqrt(float(np.average(observations**2, weights=weight))) or 1.0
     width = 1.0 if standardize else math.sqrt(float(np.mean(deviation**2))) or 1.0
@@ -282,22 +293,25 @@ def make_design(
     )
     _check_scales(prior, size if gaussian else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
     outputs = max(outputs, int(observations.max()) + 1) if family == "categorical" else 1
-    if gaussian and (fit_intercept or weight is not None):
-        rows = np.column_stack([features, observations])
-        root = np.ones(len(rows)) if weight is None else np.sqrt(weight)
-        rows = rows if weight is None else rows * root[:, None]
-        rows = _contrasts(rows, root / math.sqrt(number)) if fit_intercept else rows
-        features, observations = rows[:, :-1], rows[:, -1]
+    root = torch.from_numpy(np.sqrt(rows))
+    sparse = SparseColumns.of(features, centre[kept], divisor, root, square[kept]) if is_sparse else None
+    if gaussian and weight is not None:
+        observations = observations * root.numpy()
+    if not is_sparse:
+        features /= divisor
+        if gaussian and weight is not None:
+            features *= root.numpy()[:, None]
     problem = Problem(
         family,
-        torch.from_numpy(np.ascontiguousarray(features)),
-        torch.from_numpy(np.ascontiguousarray(observations)),
+        torch.empty(features.shape, device="meta") if is_sparse else torch.from_numpy(features),
+        torch.from_numpy(observations),
         prior,
         intercept=fit_intercept and not gaussian,
         outputs=outputs,
         gate_of=None if len(gates) == len(kept) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
-        observations=number - fit_intercept if gaussian and weight is not None else None,
+        observations=number - fit_intercept if gaussian else None,
+        sparse=sparse,
     )
     factor = np.zeros(len(each))
     factor[kept] = 1 / divisor
@@ -313,15 +327,16 @@ def default_rate(features: int) -> tuple[float, float]:
     return 1.0, math.sqrt(features)
 
 
-def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Features and observations in float64, if they are what the family takes."""
-    features, observations = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if features.ndim != 2 or not features.size or observations.shape != features.shape[:1]:
+def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[np.float64]]:
+    """Features and observations in float64, if they are what the family takes; sparse features by columns."""
+    features = csc_array(x, dtype=np.float64) if issparse(x) else np.asarray(x, dtype=np.float64)
+    observations = np.asarray(y, dtype=np.float64)
+    if features.ndim != 2 or 0 in features.shape or observations.shape != features.shape[:1]:
         raise ValueError(
             "Expected X of shape (n, p) and y of shape (n,), neither of them empty, but got "
             f"{features.shape} and {observations.shape}."
         )
-    if not np.isfinite(features).all():
+    if not np.isfinite(features.data if issparse(features) else features).all():
         raise ValueError("Expected X to be finite, but it holds NaN or infinity; impute or drop rows.")
     takes, expected = _TAKES[family]
     wrong = observations[~(takes(observations) & np.isfinite(observations))]
@@ -345,9 +360,10 @@ def _rate(rate: float | tuple[float, float] | None, expected_size: float | None,
     return default_rate(max(p, 1)) if rate is None else rate
 
 
-def _check_sizes(features: NDArray[np.float64], observations: NDArray[np.float64], names: NDArray[np.object_]) -> None:
+def _check_sizes(features: Any, observations: NDArray[np.float64], names: NDArray[np.object_]) -> None:
     """Refuse numbers whose squares leave the range of float64."""
-    spread = np.abs(features).max(0)
+    ends = [features.max(0), features.min(0)]
+    spread = np.abs([end.toarray() if issparse(end) else end for end in ends]).max(0)
     outside = np.flatnonzero((spread > 0) & ~((spread > _LEAST) & (spread < _MOST)))
     sizes = [(f"feature {names[j]!r}", spread[j]) for j in outside[:1]]
     largest = float(np.abs(observations).max())
@@ -386,22 +402,9 @@ def _warn_of_constants(names: Sequence[str]) -> None:
     )
 
 
-def _deviations(
-    features: NDArray[np.float64], centre: NDArray[np.float64], weight: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
-    """Root mean squares of centred features; 0 for a constant up to rounding."""
-    deviation = np.sqrt(np.average(features**2, 0, weight))
-    rounding = 10 * np.finfo(np.float64).eps * np.abs(centre)
-    return np.where(deviation > rounding, deviation, 0.0)
-
-
-def _contrasts(columns: NDArray[np.float64], unit: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coordinates of columns orthogonal to a unit vector: n rows become n - 1.
-
-    A Householder reflection takes the unit vector to the first axis, and the other axes are the contrasts.
-    """
-    normal = unit.copy()
-    normal[0] += 1.0
-    # |normal|^2 = 2 + 2 unit[0].
-    reflected: NDArray[np.float64] = columns - np.outer(normal, normal @ columns) / (1 + unit[0])
-    return reflected[1:]
+def _sparse_squares(features: csc_array, centre: NDArray[np.float64], weight: NDArray[np.float64]) -> Any:
+    """Weighted sums of squares of centred features, shape ``(p,)``."""
+    column = np.repeat(np.arange(len(centre)), np.diff(features.indptr))
+    stored = weight[features.indices]
+    apart = np.bincount(column, stored * (features.data - centre[column]) ** 2, len(centre))
+    return apart + centre**2 * (weight.sum() - np.bincount(column, stored, len(centre)))

@@ -85,6 +85,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     coef_sd_: Array
     draws_: Draws
     _standard_error: Array | None = None
+    _takes_sparse = False
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Raises:
             ValueError: a parameter or the data are out of range.
-            TypeError: X is sparse, or has no categories where the fit had some.
+            TypeError: X is sparse, which only a linear regression takes, or has no categories where the fit had some.
 
         Warns:
             UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
@@ -277,7 +278,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         if weight is not None:
             if (weight != np.floor(weight)).any():
                 raise ValueError("Expected whole weights to repeat rows by, but some are fractions; fit whole ones.")
-            x, y = (part.repeat(weight.astype(np.intp), 0) for part in (x, y))
+            rows = np.repeat(np.arange(len(y)), weight.astype(np.intp))
+            x, y = x[rows], y[rows]
         draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
@@ -319,8 +321,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         """Features and observations as numbers; attributes of the data are set."""
-        found, target = validate_data(self, x, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
-        return np.array(found), np.array(target, dtype=np.float64)
+        sparse = "csc" if self._takes_sparse else False
+        found, target = validate_data(
+            self, x, y, accept_sparse=sparse, dtype=np.float64, y_numeric=True, ensure_min_samples=2
+        )
+        return found, np.array(target, dtype=np.float64)
 
     @abstractmethod
     def _family(self) -> Family:
@@ -344,7 +349,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Features of new observations."""
         check_is_fitted(self)
         x = tabular(x)
-        found: Array = validate_data(self, coded(x, self._columns.levels), dtype=np.float64, reset=False)
+        sparse = "csr" if self._takes_sparse else False
+        coded_x = coded(x, self._columns.levels)
+        found: Array = validate_data(self, coded_x, accept_sparse=sparse, dtype=np.float64, reset=False)
         return self._columns.dummies(found)
 
     def _get_support_mask(self) -> NDArray[np.bool_]:

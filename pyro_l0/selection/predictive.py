@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, issparse
 from scipy.special import expit, gammaln, log_expit, log_softmax
 
 from pyro_l0.diagnostics.inference_data import inference_data
@@ -44,7 +44,7 @@ def averages(draws: Draws, x: Array, value: Callable[[Array], Array]) -> Array:
     The function takes ``(N, some observations, K)`` to ``(N, some observations, ...)``.
     """
     size = max(1, _AT_ONCE // draws.intercept.size)
-    parts = (x[start : start + size] for start in range(0, len(x), size))
+    parts = (x[start : start + size] for start in range(0, x.shape[0], size))
     return np.concatenate([value(linear_predictors(draws, part)).mean(0) for part in parts])
 
 
@@ -57,7 +57,8 @@ def linear_predictors(draws: Draws, x: Array) -> Array:
     """Linear predictors of every draw at features ``(m, p)``, shape ``(N, m, K)``."""
     outputs = draws.intercept.shape[1]
     by_output = (draws.coefficients[:, k::outputs] @ x.T for k in range(outputs))
-    return np.stack(list(by_output), axis=2) + draws.intercept[:, None, :]
+    dense = (part.toarray() if issparse(part) else part for part in by_output)
+    return np.stack(list(dense), axis=2) + draws.intercept[:, None, :]
 
 
 def to_inference_data(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, GatePrior, IndependentGates
+from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates
 
 __all__ = ["MOST_ERROR", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
 
@@ -99,7 +101,7 @@ class Prior:
     noise_unit: float = 1.0
     intercept_scale: float = 10.0
 
-    def gates(self) -> GatePrior:
+    def gates(self) -> IndependentGates | BetaBinomialGates:
         """The prior of gate vectors, with an unknown rate integrated out."""
         if isinstance(self.rate, tuple):
             return BetaBinomialGates(*self.rate)
@@ -141,7 +143,7 @@ class Problem:
 
     z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2). Features may share a gate, and a feature of a categorical
     regression has one gate and a coefficient for each class. A Gaussian regression has no intercept: its observations
-    and features were made orthogonal to a constant (``pyro_l0.selection.design``), which integrates out a flat one.
+    and features were centred (``pyro_l0.selection.design``), which integrates out a flat one.
 
     Attributes:
         family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
@@ -154,7 +156,9 @@ class Problem:
         gate_of: which of G gates switches each feature, shape ``(p,)``; None if each has its own.
         weight: how many observations each row stands for, shape ``(n,)``; None if it is one. Rows of a Gaussian
             regression were multiplied by its square root.
-        observations: number of observations of a Gaussian regression; None if it is the number of rows.
+        observations: number of observations of a Gaussian regression, less one for a flat intercept; None if it is the
+            number of rows.
+        sparse: the features of a Gaussian regression that are sparse; ``x`` then has a shape and no values.
     """
 
     family: Family
@@ -166,6 +170,13 @@ class Problem:
     gate_of: Tensor | None = None
     weight: Tensor | None = None
     observations: float | None = None
+    sparse: SparseColumns | None = None
+
+    @cached_property
+    def quadratic(self) -> Quadratic:
+        """The log likelihood of a Gaussian regression with noise of deviation 1, less that without features."""
+        columns = self.x.T if self.sparse is None else self.sparse
+        return quadratic_of(columns, columns @ self.y)
 
     @property
     def gates(self) -> int:

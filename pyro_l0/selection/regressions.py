@@ -115,11 +115,13 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
         )
         self.noise_scale = noise_scale
 
+    _takes_sparse = True
+
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803
         """Predict the posterior mean of new observations.
 
         Args:
-            X: features, shape ``(m, p)``.
+            X: features, shape ``(m, p)``, dense or sparse.
             return_std: whether to return the standard deviation of a new observation, noise included, too.
 
         Returns:
@@ -134,6 +136,11 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
 
     def _family(self) -> Family:
         return "gaussian"
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
 
 
 _WIDE = 15.0  # log odds at separated classes, up to which coefficients are within 3 % of their mean

@@ -70,7 +70,7 @@ class Regression:
         return DenseQuadratic(self.x.T @ (self.weights[:, None] * self.x), self.linear)
 
     def wide(self) -> DesignQuadratic:
-        return DesignQuadratic(self.weights.sqrt()[:, None] * self.x, self.linear)
+        return DesignQuadratic((self.weights.sqrt()[:, None] * self.x).T, self.linear)
 
     def log_likelihood(self, beta: Tensor) -> Tensor:
         return -0.5 * (self.weights * (self.y - beta @ self.x.T).square()).sum(-1)

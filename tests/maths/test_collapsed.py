@@ -42,6 +42,32 @@ def test_evidence_and_odds_of_all_vectors(name, form):
     close(collapsed.gibbs_logits(z, rate.logits(z)).flatten(), odds + math.log(0.25))
 
 
+def in_parts(monkeypatch, regression, width):
+    monkeypatch.setattr(pyro_l0.maths.second_order, "_PART", width)
+    return regression.wide()
+
+
+@pytest.mark.parametrize("batch", [10, 2**24])
+def test_parts_of_a_design(monkeypatch, batch):
+    """Each part and the anchors have the odds that they have among all, and so have open gates outside of these."""
+    monkeypatch.setattr(pyro_l0.maths.collapsed, "BATCH", batch)
+    regression, z = Regression.drawn(30, 7, 2, rho=0.9), vectors(7)
+    design = in_parts(monkeypatch, regression, 2)
+    assert design.parts == 4
+    design.set_anchors(torch.tensor([0.0, 3.0, 0.0, 0.0, 2.0, 0.0, 1.0], dtype=torch.float64))
+    assert design.part_of.tolist() == [0, 4, 1, 1, 4, 2, 3]
+    collapsed = CollapsedQuadratic(design, torch.linspace(0.2, 2, len(z), dtype=torch.float64)[:, None])
+    factors, evidence = collapsed.conditionals(z)
+    for part, own in enumerate(([0], [2, 3], [5], [6])):
+        found = collapsed.of_parts(z, torch.tensor([[part, 4]]).expand(len(z), 2))
+        close(found.factors[found.valid], factors.gather(1, found.gates)[found.valid])
+        assert torch.equal(found.open[found.valid], z.bool().gather(1, found.gates)[found.valid])
+        close(found.log_evidence, evidence)
+        for row in range(len(z)):
+            expected = {1, 4, *own, *z[row].nonzero()[:, 0].tolist()}
+            assert sorted(found.gates[row][found.valid[row]].tolist()) == sorted(expected)
+
+
 @pytest.mark.parametrize("gate_of", [None, torch.arange(6)])
 @pytest.mark.parametrize("scale", [SCALES, SCALES[:, None].repeat(11, 1)[:64], SCALES.repeat(64, 1) * 0.9], ids=len)
 def test_scales_and_factors_of_chains(scale, gate_of):
@@ -95,7 +121,7 @@ def test_batches_of_bounded_room(monkeypatch):
     expected = CollapsedQuadratic(regression.dense(), SCALES, factor=factor).conditionals(z)[0]
     monkeypatch.setattr(pyro_l0.maths.collapsed, "BATCH", 1)
     monkeypatch.setattr(pyro_l0.maths.second_order, "BATCH", 1)
-    monkeypatch.setattr(pyro_l0.maths.second_order, "KEPT", 2 * 6)
+    monkeypatch.setattr(pyro_l0.maths.second_order, "STORED", 2 * 6)
     narrow = CollapsedQuadratic(regression.wide(), SCALES, factor=factor)
     close(narrow.conditionals(z)[0], expected)
     close(narrow.conditionals(z.flip(0)[torch.arange(63, -1, -1)])[0], expected)
@@ -106,7 +132,7 @@ def test_batches_of_bounded_room(monkeypatch):
 
 def test_a_design_forgets_rows_when_there_is_no_room(monkeypatch):
     """And says the same as its matrix all the time."""
-    monkeypatch.setattr(pyro_l0.maths.second_order, "KEPT", 3 * 6)
+    monkeypatch.setattr(pyro_l0.maths.second_order, "STORED", 3 * 6)
     regression = REGRESSIONS["correlated"]
     wide, dense = regression.wide(), regression.dense()
     close(wide.diagonal, dense.diagonal)

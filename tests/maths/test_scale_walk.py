@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import pyro_l0.maths.second_order
 from pyro_l0.maths.tempered_gibbs import ScaleWalk, sampled_target
 from tests.maths.spike_and_slab import Regression, prior, seeded, vectors
 
@@ -14,19 +15,21 @@ CHAINS = 32
 RANGES = ((-1.5, 1.5, 31), (-5.0, 3.5, 30))  # of the logarithms of noise and slabs, and how many nodes
 
 
-def log_density(theta):
+def log_density(theta, regression=REGRESSION):
     """What no gate has a part in, with log-normal priors of the scales."""
     noise, slab = theta.unbind(1)
-    rest = (REGRESSION.weights * REGRESSION.y.square()).sum()
-    return -20 * noise - 0.5 * rest * (-2 * noise).exp() - 0.5 * noise.square() - 0.5 * (slab + 0.5).square()
+    rest = (regression.weights * regression.y.square()).sum()
+    n = len(regression.y)
+    return -n * noise - 0.5 * rest * (-2 * noise).exp() - 0.5 * noise.square() - 0.5 * (slab + 0.5).square()
 
 
-def expected(nodes):
+def expected(nodes, regression=REGRESSION, rate=SPARSE):
     """Means of the gates and of the logarithms of the scales, by formulas of the test's own regression."""
-    z = vectors(3).repeat(len(nodes), 1)
-    theta = nodes.repeat_interleave(8, 0)
-    evidence = REGRESSION.log_evidence(z, theta[:, 1:].exp(), (-2 * theta[:, 0]).exp())
-    weights = torch.softmax(evidence + SPARSE.log_prob(z) + log_density(theta), 0)
+    every = vectors(regression.x.shape[1])
+    z = every.repeat(len(nodes), 1)
+    theta = nodes.repeat_interleave(len(every), 0)
+    evidence = regression.log_evidence(z, theta[:, 1:].exp(), (-2 * theta[:, 0]).exp())
+    weights = torch.softmax(evidence + rate.log_prob(z) + log_density(theta, regression), 0)
     return weights @ torch.cat([z, theta], 1)
 
 
@@ -58,3 +61,20 @@ def test_known_scales_stay():
     start = torch.tensor([-0.2, -0.7], dtype=torch.float64)
     run = sampled((), start)
     assert torch.equal(run.hyper, start.expand_as(run.hyper))
+
+
+def test_subsets_of_gates(monkeypatch):
+    """Six gates of which four may flip at a time: a part of two, and two anchors, beside those that are open."""
+    monkeypatch.setattr(pyro_l0.maths.second_order, "_PART", 2)
+    regression, rate = Regression.drawn(20, 6, 2, rho=0.9), prior(0.2)
+    start = torch.zeros(CHAINS, 2, dtype=torch.float64)
+    walk = ScaleWalk(regression.wide(), rate, lambda theta: log_density(theta, regression), start)
+    z, running = torch.zeros(CHAINS, 6, dtype=torch.float64), torch.full((6,), 0.2, dtype=torch.float64)
+    run = sampled_target(walk, z, running, flips=400, warm_up=100, generator=seeded(3))
+    axes = [torch.linspace(low, high, 13).double() for low, high, _ in RANGES]
+    exact = expected(torch.cartesian_prod(*axes), regression, rate)
+    error = run.standard_error()
+    assert error.max() < 0.02
+    assert ((run.active_probs - exact[:6]).abs() < 5 * error).all()
+    found = run.weights @ torch.cat([run.gates.double(), run.hyper], 1)
+    assert ((found - exact).abs() < torch.tensor([0.03] * 7 + [0.1])).all()

@@ -1,12 +1,14 @@
 """From data to a problem and back: contrasts, units, draws, and what is refused."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from scipy.sparse import csr_array
 
+import pyro_l0.maths.second_order
 from pyro_l0.selection.design import default_rate, make_design
 from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.problem import Draws, SelectionPosterior
@@ -26,14 +28,37 @@ def found_with(beta, intercept, outputs=1):
     return SelectionPosterior(np.full(len(moments), 0.5), moments, 2 * moments, -3.0, draws)
 
 
-def test_contrasts_are_orthonormal_and_orthogonal_to_a_constant():
+def test_a_flat_intercept_centres_and_takes_an_observation():
     x, y = data()
     problem = make_design(x, y, standardize=False).problem
-    assert problem.x.shape == (29, 4)
-    rows = np.column_stack([problem.x.numpy(), problem.y.numpy()])
-    columns = np.column_stack([x - x.mean(0), y - y.mean()])
-    np.testing.assert_allclose(rows.T @ rows, columns.T @ columns, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(problem.x, x - x.mean(0), rtol=1e-10)
+    np.testing.assert_allclose(problem.y, y - y.mean(), rtol=1e-10)
+    assert problem.size == 29
     assert not problem.intercept
+
+
+@pytest.mark.parametrize("options", [{}, {"fit_intercept": False}, {"standardize": False}], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_sparse_features_have_the_likelihood_of_dense_ones(monkeypatch, options, weighted, wide):
+    """Products of columns that are centred and scaled by algebra; one column is constant, one has no zeros."""
+    monkeypatch.setattr(pyro_l0.maths.second_order, "_DENSE", 2 if wide else 2000)
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(40, 7)) * (rng.random((40, 7)) < 0.3)
+    x[:, 2], x[:, 5] = 3.0, 2 + x[:, 5]
+    y = x[:, 0] + rng.normal(size=40)
+    weight = rng.integers(1, 4, 40).astype(float) if weighted else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Constant features")
+        dense, sparse = (make_design(a, y, weight=weight, **options) for a in (x, csr_array(x)))
+    np.testing.assert_allclose(sparse.factor, dense.factor, rtol=1e-12)
+    np.testing.assert_allclose(sparse.centre, dense.centre, rtol=1e-12)
+    one, other = sparse.problem.quadratic, dense.problem.quadratic
+    index = torch.arange(dense.problem.x.shape[1])[None]
+    for values in ("linear", "diagonal"):
+        torch.testing.assert_close(getattr(one, values), getattr(other, values), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(one.rows(index), other.rows(index), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(one.blocks(index[:, 1:4]), other.blocks(index[:, 1:4]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", ["gaussian", "poisson"])

@@ -10,6 +10,7 @@ import pyro
 import pytest
 import torch
 from scipy import stats
+from scipy.sparse import csc_matrix, csr_array
 from scipy.special import expit, softmax
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -32,6 +33,36 @@ def test_units_do_not_matter():
     np.testing.assert_allclose(second.coef_sd_, 100 * first.coef_sd_ / units, rtol=1e-6)
     assert second.noise_scale_ == pytest.approx(100 * first.noise_scale_, rel=1e-6)
     np.testing.assert_allclose(second.predict(x * units - 7.0), 100 * first.predict(x) + 3.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": [0, 1, 1, 2, 3]}, {"fit_intercept": False}], ids=str)
+@pytest.mark.parametrize("form", [csr_array, csc_matrix])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sparse_features(form, options, weighted):
+    """The posterior is that of the dense matrix, in predictions and credible sets, too."""
+    rng = np.random.default_rng(0)
+    x = (rng.random((80, 5)) < 0.2) * rng.normal(1, 1, size=(80, 5))
+    y = 2 * x[:, 0] - x[:, 3] + rng.normal(size=80)
+    weight = rng.integers(0, 3, 80).astype(float) if weighted else None
+    dense, sparse = (SpikeSlabRegressor(random_state=0, **options).fit(a, y, weight) for a in (x, form(x)))
+    for name in ("pip_", "coef_", "coef_sd_", "intercept_", "log_evidence_", "noise_scale_", "slab_scale_"):
+        np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-8, atol=1e-8)
+    # Draws may have the other sign of an eigenvector, so that only those of one fit agree.
+    for one, other in zip(sparse.predict(form(x[:9]), True), sparse.predict(x[:9], True), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10)
+    np.testing.assert_allclose(sparse.predict(form(x)), dense.predict(x), rtol=1e-8, atol=1e-8)
+    assert [str(found) for found in sparse.credible_sets_] == [str(found) for found in dense.credible_sets_]
+    log_likelihoods = sparse.to_arviz().log_likelihood["y"].values[0]
+    rows = np.arange(80).repeat(1 if weight is None else weight.astype(int))
+    eta = x[rows] @ sparse.draws_.coefficients[:1000].toarray().T + sparse.draws_.intercept[:1000, 0]
+    expected = stats.norm(eta, sparse.draws_.noise_scale[:1000]).logpdf(y[rows, None])
+    np.testing.assert_allclose(log_likelihoods, expected.T, rtol=1e-8)
+
+
+@pytest.mark.parametrize("model", [SpikeSlabClassifier(), SpikeSlabPoissonRegressor()], ids=type)
+def test_sparse_features_of_other_families_are_refused(model):
+    with pytest.raises(TypeError, match="Sparse data was passed"):
+        model.fit(csr_array(np.eye(4)), [0, 1, 0, 1])
 
 
 def test_predictions_are_those_of_the_draws():

@@ -15,7 +15,8 @@ QUICK = {"method": "enumerate", "slab_scale": 1.0}
 
 def sampled(_):
     """Thirty features are too many to enumerate, and rounding sends chains another way; see ``test_weights``."""
-    return {"check_sample_weight_equivalence_on_dense_data": "its 30 features are sampled"}
+    kinds = ("dense", "sparse")
+    return {f"check_sample_weight_equivalence_on_{kind}_data": "its 30 features are sampled" for kind in kinds}
 
 
 # All share one base: what the others do apart from it, the slow tests see.

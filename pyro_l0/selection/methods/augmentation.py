@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyro_l0.maths.second_order import KEPT, open_positions
+from pyro_l0.maths.second_order import STORED, open_positions
 from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "draw_polya_gamma", "is_augmented", "standard_error"]
@@ -32,7 +32,7 @@ def is_augmented(problem: Problem) -> bool:
         return False
     rows = len(problem.y) if problem.weight is None else float(problem.weight.sum())
     is_whole = problem.weight is None or bool((problem.weight == problem.weight.floor()).all())
-    return is_whole and rows * (problem.x.shape[1] + 1) ** 2 <= 2 * KEPT
+    return is_whole and rows * (problem.x.shape[1] + 1) ** 2 <= 2 * STORED
 
 
 class AugmentedChains:

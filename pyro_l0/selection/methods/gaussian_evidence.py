@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.second_order import quadratic_of
 from pyro_l0.selection.methods.grid import (
     NEGLIGIBLE,
     NODES,
@@ -95,17 +94,16 @@ class GaussianEvidence(GridEvidence[_Spectra]):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        x, y = problem.x, problem.y
-        self._n, self._p = problem.size, x.shape[1]
+        y = problem.y
+        self._n, self._p = problem.size, problem.x.shape[1]
         self._square_y = float(y @ y)
-        if not len(y):
+        if not self._n:
             raise ValueError("Expected at least one observation, and two with an intercept; got none to learn from.")
         if problem.prior.noise_scale is None and self._square_y == 0:
             raise ValueError("Expected y to vary, as the noise scale is unknown, but y is constant; set noise_scale.")
         both = problem.prior.noise_scale is None and problem.prior.slab_scale is None
         self._coarse, self._fine = (_CLOSE_TO_NORMAL if self._n > _MANY else _SKEWED) if both else (1, 1)
-        self._linear = x.T @ y
-        self._quadratic = quadratic_of(x, self._linear)
+        self._quadratic = problem.quadratic
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Means of the coefficients and of their squares over gate vectors of weights that sum to one, ``(p, K)``."""
@@ -143,7 +141,7 @@ class GaussianEvidence(GridEvidence[_Spectra]):
             self.problem.switched(z), lambda k: _ENTRIES // (NODES * max(self._fine, k) + k * k)
         ):
             values, vectors = torch.linalg.eigh(self._quadratic.blocks(features))
-            projected = (vectors.mT @ self._linear[features][:, :, None])[:, :, 0]
+            projected = (vectors.mT @ self._quadratic.linear[features][:, :, None])[:, :, 0]
             yield _Spectra(rows, features, values.clamp(min=0), projected, vectors)
 
     def _nodes(self, batch: _Spectra) -> tuple[Tensor, Tensor]:

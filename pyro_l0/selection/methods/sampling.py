@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Quadratic, quadratic_of
-from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk, sampled_on_expansions, sampled_target
+from pyro_l0.maths.tempered_gibbs import GibbsRun, IndependentGates, ScaleWalk, sampled_on_expansions, sampled_target
 from pyro_l0.selection.methods.augmentation import AugmentedChains, is_augmented, standard_error
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
@@ -20,6 +20,7 @@ from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPoste
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
 _START = 5.0
+_RARE = 1e-12
 _BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and rounds of the estimate
 
 
@@ -70,24 +71,22 @@ def chain_evidence(
     """log p(y), by a bridge from where one half of the chains would go next to where the other half has been.
 
     The bridge (Meng and Wong 1996, eq. 4.1) leads to a distribution that is known and close: a mixture with a part for
-    each draw of one half, in which every gate is independently what it would be given the others of that draw.
-    ``log_marginal`` is log p(y, z) of gates, shape ``(S, p)`` to ``(S,)``.
+    each draw of one half, in which every gate is independently what it would be given the others of that draw. Of
+    thousands of gates, only the anchors depend on that draw. ``log_marginal`` is log p(y, z) of gates, shape ``(S, p)``
+    to ``(S,)``.
     """
     first = run.chain < len(run.chain_active_probs) // 2
     drawn, centres = (resampled(torch.where(half, run.weights, 0.0), _BRIDGE, generator) for half in (first, ~first))
-    logits = torch.cat(
-        [
-            walk.collapsed(run.hyper[part]).gibbs_logits(z, walk.prior.logits(z))
-            for part in centres.split(64)
-            for z in [run.gates[part].double()]
-        ]
-    )
+    parts = (walk.anchor_logits(run.hyper[part], run.gates[part].double()) for part in centres.split(64))
+    logits = torch.cat(list(parts))
     z = run.gates[drawn]
     part = torch.randint(len(logits), (len(z),), generator=generator)
-    proposed = torch.rand(z.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])
+    far = run.active_probs.clamp(_RARE, 1 - _RARE).index_fill(0, walk.anchors, 0.0)
+    proposed = torch.cat([torch.rand(x.shape, generator=generator) < far for x in z.split(64)])
+    proposed[:, walk.anchors] = torch.rand(logits.shape, generator=generator).to(logits) < torch.sigmoid(logits[part])
     both = torch.cat([z, proposed])
     # log p(y, z) / q(z), of draws and of proposals.
-    log_ratio = log_marginal(both) - _log_mixture(both, logits)
+    log_ratio = log_marginal(both) - _log_mixture(both, logits, walk.anchors, far)
     from_posterior, from_mixture = log_ratio.split(len(z))
     log_evidence = float(from_mixture.logsumexp(0)) - math.log(len(z))
     for _ in range(_ROUNDS):
@@ -100,11 +99,13 @@ def chain_evidence(
     return log_evidence
 
 
-def _log_mixture(z: Tensor, logits: Tensor) -> Tensor:
-    """Log probability of gates, shape ``(S,)``, by parts of equal weight."""
+def _log_mixture(z: Tensor, logits: Tensor, anchors: Tensor, far: Tensor) -> Tensor:
+    """Log probability of gates, shape ``(S,)``: the anchors by parts of equal weight, all others by ``far``."""
     closed = F.logsigmoid(-logits).sum(1)
-    each = [(part.to(logits) @ logits.T + closed).logsumexp(1) for part in z.split(256)]
-    return torch.cat(each) - math.log(len(logits))
+    near = torch.cat([(part.to(logits) @ logits.T + closed).logsumexp(1) for part in z[:, anchors].split(256)])
+    others = far.nonzero()[:, 0]
+    prior = IndependentGates(torch.logit(far[others]))
+    return near + torch.cat([prior.log_prob(part[:, others]) for part in z.split(64)]) - math.log(len(logits))
 
 
 def null_predictor(problem: Problem) -> Tensor:
@@ -153,7 +154,7 @@ def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor
     def predictor(beta: Tensor) -> Tensor:
         return intercept - falls @ beta + x @ beta.view(-1, outputs)
 
-    return quadratic_of(design, linear), predictor
+    return quadratic_of(design.T, linear), predictor
 
 
 def gate_of(problem: Problem) -> Tensor | None:
@@ -346,8 +347,8 @@ def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
     return log_marginal
 
 
-# Gate vectors that moments are averaged over: as many as there is time for, between these.
-_FEWEST, _MOST = 2000, 20_000
+# Gate vectors that moments are averaged over: as many as there is time for, between these; so many with groups.
+_FEWEST, _MOST, _OF_GROUPS = 500, 20_000, 2000
 _ENTRIES = 2**22  # numbers in all of these, and in the largest array of a step
 
 
@@ -368,7 +369,7 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     if problem.gate_of is None:
         moments = _moments(walk, run, generator)
     else:
-        z = run.gates[resampled(run.weights, _FEWEST, generator)]
+        z = run.gates[resampled(run.weights, _OF_GROUPS, generator)]
         moments = evidence.moments(z, torch.full((len(z),), 1 / len(z), dtype=torch.float64))
         moments = rescaled(problem, run.active_probs, z.double().mean(0), moments)
     log_evidence = chain_evidence(evidence.log_marginal, walk, run, generator)
@@ -377,8 +378,7 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
 
 
 def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
-    x, y, prior = problem.x, problem.y, problem.prior
-    n, square = problem.size, float(y @ y)
+    prior, n, square = problem.prior, problem.size, float(problem.y @ problem.y)
 
     def log_density(theta: Tensor) -> Tensor:
         """Of the logarithms of noise and slab scale, with the part of the log likelihood that has no gates."""
@@ -392,7 +392,7 @@ def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
     first_noise = math.sqrt(square / n) if prior.noise_scale is None else prior.noise_scale
     first_slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
     return ScaleWalk(
-        quadratic_of(x, x.T @ y),
+        problem.quadratic,
         prior.gates(),
         log_density,
         torch.tensor([math.log(first_noise), math.log(first_slab)], dtype=torch.float64).expand(effort.chains, 2),

@@ -55,7 +55,7 @@ class Design:
 
     def wide(self) -> CollapsedQuadratic:
         """From the features, without p x p numbers."""
-        return CollapsedQuadratic(DesignQuadratic(self.x / NOISE, self.x.T @ self.y / NOISE**2), SCALE)
+        return CollapsedQuadratic(DesignQuadratic(self.x.T / NOISE, self.x.T @ self.y / NOISE**2), SCALE)
 
     def dense(self) -> CollapsedQuadratic:
         """From the p x p matrix of the features."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributions as dist
 
+from pyro_l0.maths import second_order
 from pyro_l0.selection.methods import sampling
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import _moments, sampled_walk, tempered_posterior
@@ -100,6 +101,21 @@ def test_some_known(prior, sampled):
     expected = reference(design, prior)
     found = tempered_posterior(Problem("gaussian", design.x, design.y, prior), seed=2)
     assert_close(found, expected, *sampled)
+
+
+def test_subsets_of_features(monkeypatch):
+    """Parts of two features and two anchors: probabilities, moments and evidence are those of a sum over all."""
+    monkeypatch.setattr(second_order, "_DENSE", 2)
+    monkeypatch.setattr(second_order, "_PART", 2)
+    design = DESIGNS["near-duplicates"]
+    problem = Problem("gaussian", design.x, design.y, Prior((1.0, 4.0), slab_unit=0.7, noise_unit=2.0))
+    expected = enumerate_posterior(problem, draws=10)
+    found = tempered_posterior(problem, seed=1)
+    assert problem.quadratic.parts == 5
+    assert np.abs(found.active_probs - expected.active_probs).max() < 0.03
+    assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.06
+    assert np.abs(found.sd / expected.sd - 1).max() < 0.1
+    assert found.log_evidence == pytest.approx(expected.log_evidence, abs=0.1)
 
 
 def regression(name, intercept, prior):
