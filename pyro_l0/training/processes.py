@@ -48,8 +48,8 @@ def process_group(device: str | torch.device = "cpu") -> Iterator[bool]:
     on_cuda = torch.device(device).type == "cuda"
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Its functions have the group of that moment as a default. Were they first imported later, as torch does by itself,
-    # the group would outlive its end, and its threads would abort the process when the interpreter exits.
+    # Its functions have the group of that moment as a default. Were they first imported later, as the first step of an
+    # optimiser does, the group would outlive its end, and its threads could abort the process when Python exits.
     importlib.import_module("torch.distributed.nn")
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     try:

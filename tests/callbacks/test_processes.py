@@ -7,6 +7,7 @@ from tests.examples.test_processes import torchrun
 START = """
 import sys
 import torch
+import torch.distributed.nn  # before there is a group, whose threads it would keep alive
 from torch import distributed, nn
 from pyro_l0.nn import L0Gate, insert_gates
 
