@@ -20,10 +20,14 @@ _STEP = 0.5  # of the slab scale's logarithm
 
 
 def standard_error(record: Tensor) -> Tensor:
-    """Of the mean of gates or of their probabilities, shape ``(rounds, chains, G)``: how chains and halves differ."""
-    by_chain = record.mean(0)
-    halves = torch.stack([half.mean((0, 1)) for half in record.chunk(2)])
-    return (by_chain.var(0) / len(by_chain) + halves.var(0) / 2).sqrt()
+    """Of the mean of gates or of their probabilities, shape ``(rounds, chains, G)``: by how much chains differ.
+
+    It is larger where all of them drift: where halves differ more, over all gates, than chains explain.
+    """
+    of_chains = record.mean(0).var(0) / record.shape[1]
+    of_halves = torch.stack([half.mean((0, 1)) for half in record.chunk(2)]).var(0) / 2
+    drift = of_halves.sum() / of_chains.sum().clamp(min=torch.finfo(record.dtype).tiny)
+    return (of_chains * drift.clamp(min=1.0)).sqrt()
 
 
 def is_augmented(problem: Problem) -> bool:

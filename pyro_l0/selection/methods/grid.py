@@ -188,7 +188,7 @@ def distinct_vectors(z: Tensor) -> tuple[Tensor, Tensor]:
 
 def draws_of(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     """Which draws have a gate vector among ``rows``, and which of these each has; ``vector`` is that of every draw."""
-    position = torch.full((int(vector.max()) + 1,), -1)
+    position = torch.full((int(torch.cat([rows, vector]).max()) + 1,), -1)
     position[rows] = torch.arange(len(rows))
     drawn = torch.nonzero(position[vector] >= 0)[:, 0]
     return drawn, position[vector[drawn]]

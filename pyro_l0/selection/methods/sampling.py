@@ -127,7 +127,7 @@ def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor
     """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``.
 
     That is a quadratic of the coefficients, the K of a feature side by side, up to a constant. The second result gives
-    the linear predictors at some coefficients, of shape ``(p K,)``, and the mean of the intercepts given these.
+    the mean of the intercepts at some coefficients: shape ``(S, p K)`` to ``(S, K)``.
     """
     x, outputs = problem.x, problem.outputs
     slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
@@ -151,10 +151,7 @@ def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor
         shrunk = 1 - (precision / (sizes.square() + precision)).sqrt()
         design = design - (left * shrunk) @ (left.T @ design)
 
-    def predictor(beta: Tensor) -> Tensor:
-        return intercept - falls @ beta + x @ beta.view(-1, outputs)
-
-    return quadratic_of(design.T, linear), predictor
+    return quadratic_of(design.T, linear), lambda beta: intercept - beta @ falls.T
 
 
 def gate_of(problem: Problem) -> Tensor | None:
@@ -196,7 +193,7 @@ class _Point(NamedTuple):
 
 
 def laplace_chains(
-    evidence: LaplaceEvidence, walk: ScaleWalk, z: Tensor, log_slab: Tensor, rounds: int, generator: torch.Generator
+    evidence: LaplaceEvidence, walk: _Walk, z: Tensor, log_slab: Tensor, rounds: int, generator: torch.Generator
 ) -> LaplaceChains:
     """Run chains side by side, from gates of shape ``(chains, G)`` and log slab scales, with a walk on an expansion."""
     prior = evidence.problem.prior
@@ -205,7 +202,7 @@ def laplace_chains(
         theta = torch.stack([torch.zeros_like(log_slab), log_slab], 1)
         logits = walk.collapsed(theta).gibbs_logits(z.double(), walk.prior.logits(z.double()))
         against = torch.where(z, -logits, logits)
-        density = evidence.fit(z, log_slab.exp()).log_evidence + walk.prior.log_prob(z)
+        density = evidence.fit(z, log_slab.exp(), walk.means).log_evidence + walk.prior.log_prob(z)
         return _Point(density + prior.log_slab(log_slab), against, torch.sigmoid(against).sum(1).log())
 
     def accepted(log_ratio: Tensor) -> Tensor:
@@ -233,7 +230,7 @@ def laplace_chains(
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
 _CHAINS = 64  # beyond the expansion
-_PRECISE = 0.015  # standard error above which augmented chains follow, and up to which they run
+_PRECISE = 0.012  # standard error above which augmented chains follow, and up to which they run
 # Their proposals: of the warm-up and of the first run, which is doubled so often at most; fewer where a gate vector
 # has more numbers in its Hessians.
 _EXPANDED_ROUNDS, _FEWEST_ROUNDS, _DOUBLINGS, _WORK = 150, 20, 3, 2**24
@@ -254,8 +251,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
 
     def mean_predictor(walk: _Walk, run: GibbsRun) -> Tensor:
         picked = resampled(run.weights, _MEAN, generator)
-        beta = walk.collapsed(run.hyper[picked]).mean(run.gates[picked]).mean(0)
-        return walk.predictor(beta)
+        beta, intercept = walk.means(run.gates[picked], run.hyper[picked, 1])
+        return intercept.mean(0) + problem.x @ beta.mean(0)
 
     walk, run = sampled_on_expansions(
         lambda eta: _Walk(problem, eta, effort), null_predictor(problem), sampled, mean_predictor
@@ -263,7 +260,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     picked = resampled(run.weights, _DRAWS, generator)
     z, slab = run.gates[picked], run.hyper[picked, 1].exp()
     evidence = LaplaceEvidence(problem)
-    fit = evidence.fit(z, slab)
+    fit = evidence.fit(z, slab, walk.means)
     log_ratio = fit.log_evidence - walk.collapsed(run.hyper[picked]).log_evidence(z)
     weights = torch.softmax(log_ratio, 0)
     # What the weights change is added to the Rao-Blackwell averages, which have less noise than the gates.
@@ -283,20 +280,20 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         active_probs, error = chains.gates.double().mean((0, 1)), chains.standard_error()
         some = torch.randperm(chains.log_slab.numel(), generator=generator)[:_DRAWS]
         z, slab = chains.gates.flatten(0, 1)[some], chains.log_slab.flatten()[some].exp()
-        fit, weights = evidence.fit(z, slab), torch.full_like(slab, 1 / len(slab))
+        fit, weights = evidence.fit(z, slab, walk.means), torch.full_like(slab, 1 / len(slab))
         which = resampled(weights, draws, generator)
     moments = fit.moments(weights, problem.x.shape[1])
     return SelectionPosterior.of(
         active_probs,
         rescaled(problem, active_probs, weights @ z.double(), moments),
         log_evidence,
-        evidence.draws_at(z[which], slab[which], generator),
+        evidence.draws_of(fit, which, generator),
         error,
     )
 
 
 def _continued(
-    evidence: LaplaceEvidence, walk: ScaleWalk, z: Tensor, log_slab: Tensor, generator: torch.Generator
+    evidence: LaplaceEvidence, walk: _Walk, z: Tensor, log_slab: Tensor, generator: torch.Generator
 ) -> LaplaceChains:
     """Chains on the Laplace evidence, run until their standard error is small enough, or ``_DOUBLINGS`` times."""
     problem = evidence.problem
@@ -316,7 +313,8 @@ class _Walk(ScaleWalk):
 
     def __init__(self, problem: Problem, eta: Tensor, effort: Effort) -> None:
         prior = problem.prior
-        quadratic, self.predictor = expanded(problem, eta)
+        self._outputs = problem.outputs
+        quadratic, self._intercept = expanded(problem, eta)
         slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
         super().__init__(
             quadratic,
@@ -327,6 +325,11 @@ class _Walk(ScaleWalk):
             gate_of=gate_of(problem),
             every=effort.every,
         )
+
+    def means(self, z: Tensor, log_slab: Tensor) -> tuple[Tensor, Tensor]:
+        """Of coefficients and intercepts given the gates and log slab scales, shapes ``(S, p, K)`` and ``(S, K)``."""
+        beta = self.collapsed(torch.stack([torch.zeros_like(log_slab), log_slab], 1)).mean(z)
+        return beta.view(len(z), -1, self._outputs), self._intercept(beta)
 
 
 def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
