@@ -15,9 +15,8 @@ from scipy import stats
 from pyro_l0.distributions import HardConcrete
 
 # Every statistical test has a fixed seed. A p-value below 1e-6 would by chance be seen once in
-# a million seeds; five standard errors once in two million.
+# a million seeds.
 SMALLEST_P_VALUE = 1e-6
-STANDARD_ERRORS = 5
 
 interior = pytest.mark.interior  # a promise about densities and pathwise draws
 
@@ -87,24 +86,6 @@ def test_the_integral_transform_has_power():
     wrong = randomised_pit(HardConcrete(log_alpha, 0.667), draws)
     assert stats.kstest(right.numpy(), "uniform").pvalue > SMALLEST_P_VALUE
     assert stats.kstest(wrong.numpy(), "uniform").pvalue < SMALLEST_P_VALUE
-
-
-def test_mean_and_variance_are_those_of_the_draws(gate):
-    torch.manual_seed(16)
-    draws = gate.sample((100_000,))
-    standard_error = (gate.variance / len(draws)).sqrt()
-    assert (draws.mean() - gate.mean).abs() < STANDARD_ERRORS * standard_error
-    squares = (draws - gate.mean) ** 2
-    standard_error = squares.std() / math.sqrt(len(draws))
-    assert (squares.mean() - gate.variance).abs() < STANDARD_ERRORS * standard_error
-
-
-def test_entropy_is_that_of_the_draws(gate):
-    """Minus the average log_prob of the draws, within five standard errors."""
-    torch.manual_seed(17)
-    log_prob = gate.log_prob(gate.sample((100_000,)))
-    standard_error = log_prob.std() / math.sqrt(len(log_prob))
-    assert (gate.entropy() + log_prob.mean()).abs() < STANDARD_ERRORS * standard_error
 
 
 @interior

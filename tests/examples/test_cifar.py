@@ -18,7 +18,7 @@ from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
 from tests.bench.wrn import wrn_table
-from tests.examples.killing import run_and_kill, without_seconds
+from tests.examples.killing import without_seconds
 
 
 def write(folder, name, content):
@@ -163,21 +163,6 @@ def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
     if row == "budget":
         assert straight["macs_left"][-1] <= 0.5 * straight["macs"]
         assert straight["certificate"] < 1e-4
-
-
-@pytest.mark.slow
-def test_kill_and_resume(folder):
-    """Kill -9 during epoch 2 of 3, resume, same metrics to the last bit."""
-    options = {"depth": 10, "width": 1, "epochs": 3, "batch_size": 26, "gate_learning_rate": 1.0}
-    given = ", ".join(f"{name}={value}" for name, value in options.items())
-    run_and_kill(
-        f"import cifar_wrn; cifar_wrn.main(cifar_wrn.Options(data_dir=Path({str(folder)!r}), out=out, {given}))",
-        folder / "killed",
-        after=1,
-    )
-    resumed = cifar_wrn.main(Options(data_dir=folder, out=folder / "killed", resume=True, **options))
-    straight = cifar_wrn.main(Options(data_dir=folder, out=folder / "straight", **options))
-    assert without_seconds(resumed) == without_seconds(straight)
 
 
 @pytest.mark.skipif("PYRO_L0_CIFAR" not in os.environ, reason="PYRO_L0_CIFAR names no folder with CIFAR-10")
