@@ -12,7 +12,7 @@ from pyro_l0.maths.backend import Context, transformed
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, cat_flat, clamp_backward, last, log, log1mexp
 
-_Context = Context[tuple[float, Stretch]]
+_Context = Context[tuple[float, Stretch, Tensor, Tensor, Tensor, list[torch.Size]]]
 
 
 def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,26 +112,27 @@ class _HardConcreteDraw(torch.autograd.Function):
         y, x = _draw_logits(noise, temperature, stretch, log_alphas)
         s, active = torch.sigmoid(y), torch.sigmoid(x)
         z = (s * stretch.width).add_(stretch.gamma).clamp_(0, 1)
-        ctx.save_for_backward(noise, y, s, z, x, active, *log_alphas)
-        ctx.options = temperature, stretch
+        ctx.save_for_backward(noise, *log_alphas)
+        # Not as saved tensors, which one backward pass frees: a loss and a price may have one each.
+        ctx.options = temperature, stretch, y, s, x, [a.shape for a in log_alphas]
         ctx.set_materialize_grads(False)
-        return active, *_split_like(z, log_alphas)
+        return active, *_split_to(z, [a.shape for a in log_alphas])
 
     @staticmethod
     def backward(ctx: _Context, of_active: Tensor | None, *of_z: Tensor | None) -> tuple[Tensor | None, ...]:
-        noise, y, s, z, x, active, *log_alphas = ctx.saved_tensors
-        temperature, stretch = ctx.options
+        temperature, stretch, y, s, x, shapes = ctx.options
         if torch.is_grad_enabled():  # a graph of this gradient is being built
+            noise, *log_alphas = ctx.saved_tensors
             y, x = _draw_logits(noise, temperature, stretch, log_alphas)
-            s, active = torch.sigmoid(y), torch.sigmoid(x)
-        pieces = zip(of_z, log_alphas, strict=True)
-        grad = cat_flat([torch.zeros_like(a) if g is None else g for g, a in pieces])
+            s = torch.sigmoid(y)
+        pieces = zip(of_z, shapes, strict=True)
+        grad = cat_flat([x.new_zeros(shape) if g is None else g for g, shape in pieces])
         # The derivative of clamp at its result, 0 at the atoms; and sigmoid(-y), as 1 - s cancels near one.
         slope = (s * torch.sigmoid(-y)).mul_(stretch.width / temperature)
-        grad = clamp_backward(grad, z, 0, 1).mul_(slope)
+        grad = clamp_backward(grad, (s * stretch.width).add_(stretch.gamma), 0, 1).mul_(slope)
         if of_active is not None:
-            grad.addcmul_(of_active, active * torch.sigmoid(-x))
-        return None, None, None, *_split_like(grad, log_alphas)
+            grad.addcmul_(of_active, torch.sigmoid(x) * torch.sigmoid(-x))
+        return None, None, None, *_split_to(grad, shapes)
 
 
 def _draw_logits(
@@ -142,9 +143,9 @@ def _draw_logits(
     return torch.add(noise, log_alpha).div_(temperature), log_alpha - temperature * stretch.t0
 
 
-def _split_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = flat.split([x.numel() for x in like])
-    return [piece if x.dim() == 1 else piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
+def _split_to(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def draw_jointly(log_alphas: Sequence[Tensor], temperature: float, stretch: Stretch) -> tuple[list[Tensor], Tensor]:
@@ -159,7 +160,7 @@ def draw_jointly(log_alphas: Sequence[Tensor], temperature: float, stretch: Stre
     if transformed():
         y, x = _draw_logits(noise, temperature, stretch, log_alphas)
         z = (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
-        return _split_like(z, log_alphas), torch.sigmoid(x)
+        return _split_to(z, [a.shape for a in log_alphas]), torch.sigmoid(x)
     active, *draws = _HardConcreteDraw.apply(  # type: ignore[no-untyped-call]
         noise, temperature, stretch, *log_alphas
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributions import kl_divergence
+from torch.distributions import constraints, kl_divergence
 
 from pyro_l0.distributions import (
     ExponentialGate,
@@ -19,7 +20,7 @@ from pyro_l0.distributions import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, sum_open
+from pyro_l0.distributions.gate import GateDistribution, can_be_one, check_rate, concatenate, sum_open
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.products import has_top_hooks, may_be_in_block
 from pyro_l0.fast.switch import is_on
@@ -208,7 +209,7 @@ class L0Gate(GateLayer):
         else:
             check_units(x, self.size, dim, name)
             out = self.multiply(x, z, dim, in_block)
-            if out.shape != x.shape:
+            if len(self.shape) > 1 and out.shape != x.shape:
                 raise ValueError(
                     f"Expected an input that gates of shape {tuple(self.shape)} at {name} multiply without enlarging "
                     f"it, but got one of shape {tuple(x.shape)}."
@@ -231,7 +232,7 @@ class L0Gate(GateLayer):
             return drawn.value, in_block
         kept = _in_blocks.get(self) if is_backward and has_top_hooks() else None
         if not kept:
-            return draw([self])[0], False
+            return draw([self])[0][0], False
         value = kept.get(_random_state(self.location))
         if value is None:
             raise RuntimeError(
@@ -281,8 +282,30 @@ def _random_state(like: Tensor) -> bytes:
     return bytes(state.numpy().tobytes())
 
 
-def draw(gates: Sequence[L0Gate]) -> Sequence[Tensor]:
-    """A draw of each gate, in one operation if they are of one kind; the same in all processes if ``sync_draws``."""
+class _Joint(NamedTuple):
+    """P(z != 0) of gates side by side, from the draw in a call of their network."""
+
+    parameters: Sequence[Tensor]
+    versions: Sequence[int]  # how often each had been changed in place
+    active_prob: Tensor
+
+    def is_of(self, gates: Iterable[L0Gate]) -> bool:
+        """Whether it is that of some gates as they are now."""
+        now = _parameters_of(gates)
+        same = len(now) == len(self.parameters) and all(map(operator.is_, now, self.parameters))
+        return same and [x._version for x in now] == self.versions and torch.is_grad_enabled()
+
+
+def _parameters_of(gates: Iterable[L0Gate]) -> list[Tensor]:
+    return [x for gate in gates for x in gate._parameters.values() if x is not None]
+
+
+# By network, of its last call; P(z != 0) costs less beside the draw than by itself.
+_joint_draws: WeakKeyDictionary[nn.Module, _Joint] = WeakKeyDictionary()
+
+
+def draw(gates: Sequence[L0Gate]) -> tuple[Sequence[Tensor], Tensor | None]:
+    """A draw of each gate, the same in all processes if ``sync_draws``; P(z != 0) of all, if they are drawn jointly."""
     each = [gate.distribution for gate in gates]
     if not (gates[0].sync_draws and _processes() > 1):
         return _sample(each)
@@ -296,10 +319,11 @@ def draw(gates: Sequence[L0Gate]) -> Sequence[Tensor]:
         return _sample(each)
 
 
-def _sample(each: Sequence[GateDistribution]) -> Sequence[Tensor]:
-    if len(each) > 1 and is_on("joint_draws") and concatenate(each) is not None:
-        return each[0].draw_jointly(each).draws
-    return [gates.rsample() for gates in each]
+def _sample(each: Sequence[GateDistribution]) -> tuple[Sequence[Tensor], Tensor | None]:
+    if len(each) > 1 and is_on("joint_draws") and can_be_one(each):
+        joint = each[0].draw_jointly(each)
+        return joint.draws, joint.active_prob
+    return [gates.rsample() for gates in each], None
 
 
 class _CallHook:
@@ -323,8 +347,14 @@ class _CallHook:
         gates = [gate for gate in gates if gate.drawn is None or gate.drawn.by is network]
         for are_same in (True, False):
             own = [gate for gate in gates if gate.sync_draws == are_same]
-            for gate, value in zip(own, draw(own) if own else [], strict=True):
+            values, active_prob = draw(own) if own else ([], None)
+            for gate, value in zip(own, values, strict=True):
                 gate.drawn = Drawn(value, torch.is_grad_enabled(), network, torch._C._current_graph_task_id())
+            # A backward pass of the loss alone would free the nodes that transforms of parameters share with a price.
+            is_apart = own and all(x is constraints.real for x in own[0]._template.learned.values())
+            if is_apart and active_prob is not None and active_prob.requires_grad:
+                parameters = _parameters_of(own)
+                _joint_draws[network] = _Joint(parameters, [x._version for x in parameters], active_prob)
 
     def forget(self, network: nn.Module, args: object, output: object) -> None:
         """Let gates draw by themselves again."""
@@ -482,10 +512,14 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
             f"Expected cost to be a price, a function, or a price for each of the gates {sorted(gates)}, but got "
             f"{cost!r}."
         )
+    prices, sizes = list(coefficients.values()), [gate.shape.numel() for gate in gates.values()]
+    last = None if torch.compiler.is_compiling() else _joint_draws.get(network)
+    if last is not None and last.is_of(gates.values()):
+        return sum_open(last.active_prob, prices, sizes)
     each = [gate.distribution for gate in gates.values()]
     joint = concatenate(each)
     if joint is not None:
-        return sum_open(joint.active_prob, list(coefficients.values()), [x.batch_shape.numel() for x in each])
+        return sum_open(joint.active_prob, prices, sizes)
     terms = [c * x.active_prob.sum() for c, x in zip(coefficients.values(), each, strict=True)]
     return torch.stack(terms).sum()
 

@@ -129,6 +129,42 @@ def test_kl_and_penalty():
         net[5].kl(BernoulliGate.from_active_prob(0.2))
 
 
+@pytest.mark.parametrize("family", ["hard_concrete", "rectified_normal"])
+def test_the_price_beside_a_draw_is_that_of_the_gates_as_they_are(family):
+    """With one backward pass for loss and price, and with one each in either order; after a change, and elsewhere."""
+    net = network(*(L0Gate(n, family=family, init_jitter=1.0) for n in (10, 7)))
+    parameters = list(NetworkGates(net).parameters())
+    prices = {"2": 0.3, "5": 2.0}
+
+    def by_gates():
+        return sum(c * net.get_submodule(site).active_prob.sum() for site, c in prices.items())
+
+    def slopes(*losses):
+        net.zero_grad()
+        for each in losses:
+            each.backward()
+        return [p.grad for p in parameters]
+
+    expected = slopes(by_gates())
+    torch.testing.assert_close(slopes(net(X).sum() * 0 + penalty(net, prices)), expected)
+    task = net(X).sum() * 0
+    torch.testing.assert_close(slopes(task, penalty(net, prices)), expected)
+    task = net(X).sum() * 0
+    torch.testing.assert_close(slopes(penalty(net, prices), task), expected)
+    task.detach_()
+    torch.testing.assert_close(slopes(penalty(net, prices)), expected)
+    net(X)
+    with torch.no_grad():
+        assert not penalty(net, prices).requires_grad
+        parameters[0].add_(1)
+    torch.testing.assert_close(penalty(net, prices), by_gates())
+    net.eval()(X)
+    torch.testing.assert_close(penalty(net, prices), by_gates())
+    net.train()(X)
+    net[2].narrow(torch.arange(3))
+    torch.testing.assert_close(penalty(net, prices), by_gates())
+
+
 # ------------------------------------------------------------ the tools of torch
 
 
