@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
         "py:class",
         r"pyro_l0\..*(State|GateChange|LayerFold|GatePosterior|JointDraws?|Collapsed|Alignment|Stay)",
     ),
-    ("py:class", r"numpy\._typing\..*"),
+    ("py:class", r"(numpy\._typing|scipy\.sparse)\..*"),
 ]
 intersphinx_mapping = write_inventories(Path(tempfile.mkdtemp()))
 
