@@ -134,7 +134,7 @@ class Training:
     @property
     def is_falling(self) -> bool:
         """Whether a budget falls, so that the deterministic network changes faster than running statistics follow."""
-        return self.target is not None and self.target.start < self.target.step < self.target.settled
+        return self.target is not None and self.target.start < self.target.step < self.target.reached
 
     def gradient(self, site: GateSite) -> Tensor | None:
         """The gradient of a site's locations: the optimiser's, or the mean that was measured."""

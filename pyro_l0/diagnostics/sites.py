@@ -24,7 +24,7 @@ from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.parameters import GateGuide
 from pyro_l0.infer.record import Record
-from pyro_l0.infer.runs import Watch, generators_kept
+from pyro_l0.infer.runs import Watch, forked_generators
 from pyro_l0.infer.target.sparsity_target import closing_locations
 
 Loss = Callable[..., Tensor]
@@ -238,7 +238,7 @@ def untouched() -> Iterator[None]:
 
     hook = register_module_forward_pre_hook(save)
     try:
-        with generators_kept(), torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        with forked_generators(), torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -24,11 +24,11 @@ from pyro_l0.expect import expect
 from pyro_l0.infer.record import Record, Site, is_likelihood, sole_record
 from pyro_l0.infer.slabs import JointSample
 
-__all__ = ["generators_kept", "seeded"]
+__all__ = ["forked_generators", "seeded"]
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def forked_generators() -> Iterator[None]:
     """Leave all global random number generators as they were before."""
     state = pyro.util.get_rng_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
@@ -45,7 +45,7 @@ def seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with generators_kept():
+    with forked_generators():
         torch.manual_seed(seed)
         yield
 
@@ -53,7 +53,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 def factor(name: str, log_factor: Tensor) -> None:
     """Add a log probability to a model, such as a minibatch's log likelihood times the number of minibatches.
 
-    Use it instead of ``pyro.factor``, whose check of the value makes the host wait for an accelerator in every step.
+    Use it instead of ``pyro.factor``, whose check of the value waits for an accelerator in every step.
 
     Args:
         name: name of the site.
@@ -78,7 +78,7 @@ def factor(name: str, log_factor: Tensor) -> None:
         pyro.sample(name, fn, obs=no_data)
 
 
-EVERY = 100  # steps between two checks that make the host wait for a device
+EVERY = 100  # steps between two checks that wait for a device
 _CLOSED = 0.01  # P(z != 0) above the family's minimum
 
 Explain = Callable[[], str]
@@ -87,7 +87,7 @@ Explain = Callable[[], str]
 class Watch:
     """Losses that are still to be checked, and sites that have closed.
 
-    In main memory every loss is checked at once. On an accelerator that would make the host wait in every step: there
+    In main memory every loss is checked at once. On an accelerator that would wait for it in every step: there
     the terms of the last steps are kept, and every hundredth step checks all of them at once.
     """
 

@@ -254,12 +254,12 @@ class _SameTemperature(torch.autograd.Function):
     def backward(ctx: Context[tuple[float, Stretch, Rule]], grad: Tensor) -> tuple[Tensor | None, ...]:
         log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
-        kept = rest[len(rest) - sum(needed) :]
+        saved = rest[len(rest) - sum(needed) :]
         if torch.is_grad_enabled():  # a derivative of the derivative is asked for
-            temperature = rest[0] if len(rest) > len(kept) else ctx.options[0]
+            temperature = rest[0] if len(rest) > len(saved) else ctx.options[0]
             _, *slopes = _at_once(ctx, log_alpha_q, log_alpha_p, temperature)
         else:
-            found = iter(kept)
+            found = iter(saved)
             slopes = [next(found) if needs else None for needs in needed]
         return *(None if slope is None else grad * slope for slope in slopes), None, None
 

@@ -127,11 +127,11 @@ def rule_nodes(
 def stretch_nodes(
     stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device, breakpoints: tuple[float, ...] = ()
 ) -> Nodes:
-    """Quadrature nodes on [t0, t1], n between any two breakpoints; kept where a stretch is given by numbers."""
+    """Quadrature nodes on [t0, t1], n between any two breakpoints; cached where a stretch is given by numbers."""
     gamma, zeta = stretch.gamma, stretch.zeta
     if isinstance(gamma, Tensor) or isinstance(zeta, Tensor):
-        places = torch.tensor(breakpoints, dtype=dtype, device=device)
-        return panel_nodes(stretch, [places], n, dtype, device)
+        edges = torch.tensor(breakpoints, dtype=dtype, device=device)
+        return panel_nodes(stretch, [edges], n, dtype, device)
     return _number_nodes(gamma, zeta, breakpoints, n, dtype, device)
 
 
@@ -140,8 +140,8 @@ def _number_nodes(
     gamma: float, zeta: float, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
 ) -> Nodes:
     # Double first, then rounded once.
-    places = [torch.tensor(breakpoints, dtype=torch.float64)]
-    nodes = panel_nodes(_number_stretch(gamma, zeta), places, n, torch.float64, torch.device("cpu"))
+    edges = [torch.tensor(breakpoints, dtype=torch.float64)]
+    nodes = panel_nodes(_number_stretch(gamma, zeta), edges, n, torch.float64, torch.device("cpu"))
     return Nodes(*(x.to(dtype=dtype, device=device) for x in nodes))
 
 

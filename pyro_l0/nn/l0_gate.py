@@ -230,10 +230,10 @@ class L0Gate(GateLayer):
                 # If a block around the network runs again, the value of its first run stays, whose graph lasts longer.
                 values[state] = values.get(state, drawn.value) if is_backward else drawn.value
             return drawn.value, in_block
-        kept = _in_blocks.get(self) if is_backward and has_top_hooks() else None
-        if not kept:
+        saved = _in_blocks.get(self) if is_backward and has_top_hooks() else None
+        if not saved:
             return draw([self])[0][0], False
-        value = kept.get(_random_state(self.location))
+        value = saved.get(_random_state(self.location))
         if value is None:
             raise RuntimeError(
                 f"Expected a checkpointed block to call gate {self.site_name or self} with the random state of its "
@@ -450,7 +450,7 @@ class NetworkGates:
         return {site: gate.distribution for site, gate in self.sites.items()}
 
     def locations(self) -> list[nn.Parameter]:
-        """The parameter that places the gates of each site, in the order of :meth:`posterior`."""
+        """The location parameter of each site's gates, in the order of :meth:`posterior`."""
         return [gate.location for gate in self.sites.values()]
 
     @torch.no_grad()

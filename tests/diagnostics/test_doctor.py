@@ -180,7 +180,7 @@ def test_how_it_reads():
 def test_a_multiplier_at_its_limit():
     """A target knows it, and how many steps are left."""
     _, guide = gates_alone()
-    counts = {"step": 300, "steps": 1000, "start": 20, "settled": 800}
+    counts = {"step": 300, "steps": 1000, "start": 20, "reached": 800}
     target = Mock(SparsityTarget, **counts, multiplier=torch.ones(2), saturated=torch.tensor([False, True]))
     optimiser = torch.optim.Adam(guide.parameters(), 0.1)
     diagnosis = diagnose(guide, optimiser, target=target)
@@ -263,7 +263,7 @@ def test_a_site_that_drifts():
 def test_statistics_count_once_a_budget_holds():
     """While it falls the deterministic network changes from look to look, and running statistics follow behind."""
     run = start(HEALTHY["residual CNN, a target of .2"], 3).to(0.5)
-    assert run.target.start < run.target.step < run.target.settled
+    assert run.target.start < run.target.step < run.target.reached
     assert run.diagnosis().findings == ()
     assert "the statistics of BatchNorm" in [left.what for left in run.diagnosis().unchecked]
     run.to(1.0)

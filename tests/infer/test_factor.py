@@ -13,7 +13,7 @@ from pyro.infer import Trace_ELBO
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, factor
 from pyro_l0.infer.record import sample
-from pyro_l0.infer.runs import generators_kept
+from pyro_l0.infer.runs import forked_generators
 
 LOG_FACTOR = torch.tensor([-1.5, 0.25, -3.0])
 
@@ -103,7 +103,7 @@ def test_generators_are_as_before_where_a_run_raises():
         return np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist(), random.getstate()  # noqa: NPY002
 
     def fails():
-        with generators_kept():
+        with forked_generators():
             np.random.rand(), torch.rand(3), random.random()  # noqa: NPY002
             raise RuntimeError("in the middle")
 

@@ -35,7 +35,7 @@ from pyro_l0.infer.runs import (
     Program,
     Watch,
     check_arguments,
-    generators_kept,
+    forked_generators,
     over_particles,
     record_run,
 )
@@ -91,7 +91,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     particles. Only ``estimator="leave_one_out"`` samples the KL of binary gates, in the log ratio at the draws, which
     is unbiased. Latent variables other than gates and slabs add their KL to every objective, in closed form where one
     is registered and by the pathwise sample otherwise. A loss that is not finite raises: on the CPU at once, on an
-    accelerator at the next hundredth step, when the host also checks whether all gates of a site have closed.
+    accelerator at the next hundredth step, which also checks whether all gates of a site have closed.
 
     Args:
         objective: which loss; a row of :data:`~pyro_l0.infer.elbo.terms.OBJECTIVES`.
@@ -274,7 +274,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         key = (id(call.guide), *(name for run in runs[:1] for sites in (run.model, run.guide) for name in sites))
         if key == self._checked and (self.step % EVERY or not torch.is_grad_enabled()):
             return False
-        with generators_kept(), torch.no_grad():
+        with forked_generators(), torch.no_grad():
             run = runs[0] if runs else self._get_trace(*call)
             before = self.at_draws
             run_model, run_guide = (partial(_run_under, program, call) for program in (call.model, call.guide))

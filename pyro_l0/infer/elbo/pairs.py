@@ -21,7 +21,7 @@ from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost, i
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.guides.mean_field import carried, transform_to_support
 from pyro_l0.infer.record import Record, Site
-from pyro_l0.infer.runs import generators_kept
+from pyro_l0.infer.runs import forked_generators
 from pyro_l0.infer.slabs import Conditional, GateSite, gate_site
 
 #: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
@@ -199,7 +199,7 @@ def _parents(run: _Run, sites: _Sites, names: Collection[str]) -> dict[str, set[
 
     def densities(drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
         record = Record({**values, **{name: {**values[name], "value": value} for name, value in drawn.items()}})
-        with generators_kept(), pyro.validation_enabled(False):
+        with forked_generators(), pyro.validation_enabled(False):
             run(record)
             return {name: _density(site, values) for name, site in record.sites.items() if _is_latent(site)}
 
@@ -215,7 +215,7 @@ def _parents(run: _Run, sites: _Sites, names: Collection[str]) -> dict[str, set[
         again = densities(drawn)
         return {name for name, x in first.items() if not torch.allclose(x, again[name], equal_nan=True)}
 
-    with torch.no_grad(), generators_kept():
+    with torch.no_grad(), forked_generators():
         others = {name: _another(sites[name]) for name in leaves}
         for leaf, other in others.items() if changed(others) else ():
             for name in changed({leaf: other}):
@@ -259,9 +259,9 @@ def check_dependence(
     binary gates may be taken so.
     """
     latent = {name: site for name, site in guide.items() if _is_latent(site)}
-    places = {name: i for i, name in enumerate(name for name in latent if name in model)}
-    order = [name for name in model if name in places]
-    if not slab and order == list(places):
+    positions = {name: i for i, name in enumerate(name for name in latent if name in model)}
+    order = [name for name in model if name in positions]
+    if not slab and order == list(positions):
         return set()
     # What is computed from other draws, a Delta, is computed anew.
     drawn = {name: x for name, x in guide.items() if name not in latent or not isinstance(innermost(x["fn"]), Delta)}
@@ -272,8 +272,8 @@ def check_dependence(
     for name, switch in slab.items():
         if not isinstance(guide[name]["fn"], Conditional):
             _check_slab(name, gate_site(switch), _links(model, guide), guide, parents)
-    after = {name: {x for x in _descendants(parents, name) if x in places} for name in places}
-    turned = {(v, z) for i, z in enumerate(order) for v in order[:i] if places[v] > places[z] and v in after[z]}
+    after = {name: {x for x in _descendants(parents, name) if x in positions} for name in positions}
+    turned = {(v, z) for i, z in enumerate(order) for v in order[:i] if positions[v] > positions[z] and v in after[z]}
     if not turned:
         return set()
     of_prior = _parents(run_model, guide, {v for v, _ in turned})

@@ -33,7 +33,7 @@ from pyro_l0.infer.guides.mean_field import (
 )
 from pyro_l0.infer.guides.parameters import Named, ReplacedByStore, share_with_pyro, warn_if_unmoved
 from pyro_l0.infer.record import Site, sole_record
-from pyro_l0.infer.runs import Args, Kwargs, generators_kept
+from pyro_l0.infer.runs import Args, Kwargs, forked_generators
 from pyro_l0.maths.special import Number
 
 __all__ = ["AutoGate"]
@@ -106,7 +106,7 @@ def _prior_options(family: type[GateDistribution], trace: Trace) -> _Options:
 def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[str, str]]:
     """The options that differ in further runs of a model; random numbers elsewhere stay as they were."""
     left, drawn = set(first), set()
-    with generators_kept():
+    with forked_generators():
         for _ in range(_REDRAWS):
             if not left:
                 break
@@ -122,7 +122,7 @@ def check_supports(sites: Mapping[str, Site], run: Callable[[], Trace]) -> None:
     """Refuse latents whose support depends on what the model draws, as ``run`` shows: a guide's would not follow."""
     bounds = {name: found for name, site in sites.items() if (found := _bounds(site))}
     if bounds:
-        with generators_kept():
+        with forked_generators():
             again = run()
         for name, found in bounds.items():
             if name not in again or not all(map(torch.equal, found, _bounds(again.nodes[name]))):
@@ -439,17 +439,17 @@ class AutoGate(AutoGuide):
         return replaced
 
     @torch.no_grad()
-    def close(self, name: str, places: Tensor) -> None:
+    def close(self, name: str, indices: Tensor) -> None:
         """Close some gates of a site for good: their test gates are 0, and P(z != 0) is 1e-6 or its minimum.
 
         Args:
             name: a gate site.
-            places: indices of the gates in the flattened site, shape ``(n,)``.
+            indices: indices of the gates in the flattened site, shape ``(n,)``.
 
         Raises:
             ValueError: the guide has not been called.
         """
-        self._of_kind(GatesPosterior)[name].close(places)
+        self._of_kind(GatesPosterior)[name].close(indices)
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:

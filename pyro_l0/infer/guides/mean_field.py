@@ -130,12 +130,12 @@ class GatesPosterior(SitePosterior):
         template = self.template.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == shape else x)
         return replace(self, template=template)
 
-    def close(self, places: Tensor) -> None:
+    def close(self, indices: Tensor) -> None:
         """Close the gates at some positions of the flattened site."""
         closed = self.template.closed(**self.template.fixed_options)
         for key, value in closed.on_real_line().items():
             parameter = self.parameters[key]
-            here = places.to(parameter.device)
+            here = indices.to(parameter.device)
             parameter.view(-1)[here] = value.to(parameter).expand_as(parameter).reshape(-1)[here]
 
 
@@ -144,7 +144,7 @@ class MeanField:
 
     def __init__(self, posteriors: Mapping[str, SitePosterior]) -> None:
         self._posteriors = posteriors
-        self._kept: dict[str, tuple[GateDistribution, TorchDistributionMixin]] = {}
+        self._cached: dict[str, tuple[GateDistribution, TorchDistributionMixin]] = {}
         self._groups: list[list[str]] = []  # sites that can be drawn jointly
         templates = {name: x.template for name, x in posteriors.items() if isinstance(x, GatesPosterior)}
         for name, template in templates.items():
@@ -156,7 +156,7 @@ class MeanField:
                 self._groups.append([name])
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_kept": {}}
+        return {**self.__dict__, "_cached": {}}
 
     def draw(self, plates: Mapping[str, pyro.plate]) -> dict[str, Tensor]:
         """Sample every site in its plates."""
@@ -195,15 +195,15 @@ class MeanField:
         }
 
     def _gates(self, name: str) -> tuple[GateDistribution, TorchDistributionMixin]:
-        """The gates of a site, and these in events; kept from step to step if they hold the parameters themselves."""
-        posterior, kept = self._posteriors[name], self._kept.get(name)
-        if kept is None or not _holds(kept[0], posterior.parameters):
+        """The gates of a site, and these in events; cached from step to step if they hold the parameters themselves."""
+        posterior, cached = self._posteriors[name], self._cached.get(name)
+        if cached is None or not _holds(cached[0], posterior.parameters):
             assert isinstance(posterior, GatesPosterior)
             gates = posterior.distribution(posterior.parameters)
-            kept = gates, posterior.in_events(gates)
+            cached = gates, posterior.in_events(gates)
             if _holds(gates, posterior.parameters):
-                self._kept[name] = kept
-        return kept
+                self._cached[name] = cached
+        return cached
 
 
 def _holds(gates: GateDistribution, parameters: Mapping[str, Tensor]) -> bool:

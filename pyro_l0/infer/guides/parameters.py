@@ -41,7 +41,7 @@ class GateGuide(Protocol):
         """The deterministic gates that prune, by site, without gradients."""
 
     def locations(self) -> Sequence[Tensor]:
-        """The parameter that places the gates of each site of :meth:`posterior`, in its order and with its shape.
+        """The location parameter of the gates of each site of :meth:`posterior`, in its order and with its shape.
 
         It is the first learned parameter of their family, on the real line; a SparsityTarget moves it.
         """

@@ -37,10 +37,10 @@ class Fit:
     """What :func:`~pyro_l0.infer.fit` returns: how the training went.
 
     Attributes:
-        losses: loss of each step in nats, of the restart that was kept.
+        losses: loss of each step in nats, of the best restart.
         evidence: estimates of the log evidence from the trained guide.
         restarts: evidence lower bound of each restart in nats.
-        disagreement: largest difference of an inclusion probability between a restart and the one that was kept.
+        disagreement: largest difference of an inclusion probability between a restart and the best.
         converged: whether the loss had stopped falling.
     """
 

@@ -70,7 +70,7 @@ _WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
 
 
 class BudgetSchedule:
-    """Phases of a training with gates: they wait until ``start``, the budget falls, it holds from ``settled`` on.
+    """Phases of a training with gates: they wait until ``start``, the budget falls, it holds from ``reached`` on.
 
     A network that was not pretrained learns for a while first. The deterministic network is checked at intervals.
     """
@@ -81,7 +81,7 @@ class BudgetSchedule:
         self.steps = steps
         self.start = max(wait, min(20, int(steps / 7.5)))
         rest = steps - self.start
-        self.settled = self.start + int(_FALL * rest)
+        self.reached = self.start + int(_FALL * rest)
         self.interval = max(1, round(rest / _CHECKS))
 
     @property
@@ -91,11 +91,11 @@ class BudgetSchedule:
         In proportion to the root of the number of steps, gates go by the mean of their gradients, and what is noise
         moves them equally far in runs of any length.
         """
-        return max(LEAST_DISTANCE, _WALK * math.sqrt(self.settled - self.start))
+        return max(LEAST_DISTANCE, _WALK * math.sqrt(self.reached - self.start))
 
     def rate(self, unit: float) -> float:
         """The gates' step size under Adam, for the distance from where they start to where they close."""
-        return self.distance * unit / (self.settled - self.start)
+        return self.distance * unit / (self.reached - self.start)
 
     def is_check(self, step: int) -> bool:
         """Whether the deterministic network is checked after so many steps."""
@@ -103,7 +103,7 @@ class BudgetSchedule:
 
     def budget(self, step: int, final: Tensor) -> Tensor:
         """What holds until the check after the one at a step: from 1 to the final budget, by a cubic curve."""
-        done = min(1.0, max(0.0, (step + self.interval - self.start) / (self.settled - self.start)))
+        done = min(1.0, max(0.0, (step + self.interval - self.start) / (self.reached - self.start)))
         return final + (1 - final) * (1 - done) ** 3
 
 
@@ -303,7 +303,7 @@ class SparsityTarget:
     Attributes:
         steps: as given.
         start: steps before the gates begin to move.
-        settled: steps until the final budget holds.
+        reached: steps until the final budget is reached.
         step: steps taken.
         budget: final budgets, shape ``(k,)`` for k constraints.
         total: costs of the full network, shape ``(k,)``.
@@ -362,7 +362,7 @@ class SparsityTarget:
         gates = guide.test_gates()
         budgets, costs, self._intermediate = read_budgets(budget, cost)
         self._schedule = BudgetSchedule(steps, pretrained)
-        self.steps, self.start, self.settled = steps, self._schedule.start, self._schedule.settled
+        self.steps, self.start, self.reached = steps, self._schedule.start, self._schedule.reached
         self._budget = Budget(costs, budgets, gates, at_least, multiple_of)
         self._positions = GatePositions(guide)
         self._on_budget = on_budget
@@ -476,11 +476,11 @@ class SparsityTarget:
             return
         if self._schedule.is_check(self.step):
             self._check()
-        if self.settled <= self.step < self.steps:
+        if self.reached <= self.step < self.steps:
             positions = self._positions.read()
             # Meanwhile Adam can push a gate by a quarter of that distance, in units of about eight: by less than this.
             hardening = _HARDENING * self._schedule.distance / LEAST_DISTANCE
-            harder = positions * (1 + hardening / (self.steps - self.settled))
+            harder = positions * (1 + hardening / (self.steps - self.reached))
             self._positions.write(harder.clamp(LOWEST, HIGHEST))
         if self.step == self.steps and self._on_budget is not None:
             self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
@@ -497,7 +497,7 @@ class SparsityTarget:
         schedule, interval = self._schedule, self._schedule.interval
         budget = schedule.budget(self.step, self.budget)
         violation = torch.log(self.fraction() / budget)
-        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * interval / (self.settled - self.start)
+        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * interval / (self.reached - self.start)
         self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
         before = 1.0
         if self.step > self.start + interval:

@@ -15,7 +15,7 @@ from pyro_l0.infer.target.sparsity_target import BudgetSchedule
 def test_phases(steps, pretrained, start):
     """Gates wait, the budget falls over four fifths of what is left, and holds."""
     schedule = BudgetSchedule(steps, pretrained)
-    assert (schedule.start, schedule.settled) == (start, start + int(0.8 * (steps - start)))
+    assert (schedule.start, schedule.reached) == (start, start + int(0.8 * (steps - start)))
     checks = [step for step in range(1, steps + 1) if schedule.is_check(step)]
     assert (checks[0], checks[-1]) == (start, steps)
     final = torch.tensor([0.2])
@@ -23,7 +23,7 @@ def test_phases(steps, pretrained, start):
     assert all(a >= b for a, b in itertools.pairwise(budgets))
     assert budgets[-1] == pytest.approx(0.2)
     assert schedule.budget(start - schedule.interval, final).item() == 1
-    halfway = schedule.start + (schedule.settled - schedule.start) / 2 - schedule.interval
+    halfway = schedule.start + (schedule.reached - schedule.start) / 2 - schedule.interval
     assert schedule.budget(halfway, final).item() == pytest.approx(0.2 + 0.8 / 8)
 
 

@@ -39,7 +39,7 @@ def test_the_start():
         torch.testing.assert_close(gate.active_prob, torch.full_like(gate.active_prob, 0.999), rtol=1e-5, atol=0)
     assert target.fraction().item() == 1
     start = math.log(0.999 / 0.001) - 2 / 3 * math.log(11)
-    assert target.gate_learning_rate == pytest.approx(4 * (start - CLOSING) / (target.settled - target.start), rel=1e-5)
+    assert target.gate_learning_rate == pytest.approx(4 * (start - CLOSING) / (target.reached - target.start), rel=1e-5)
 
     def many():
         pyro.sample("z", HardConcrete(torch.zeros(1200)).to_event(1))
@@ -53,7 +53,7 @@ def test_the_start():
 def test_long_runs_have_further_to_go_and_start_with_a_smaller_multiplier():
     """What a random walk of Adam's steps covers is the same in all of them, and a weaker force is enough."""
     targets = [SparsityTarget(make(), 0.5, count, steps=steps) for steps in (100, 40_000, 160_000)]
-    falling = [target.settled - target.start for target in targets]
+    falling = [target.reached - target.start for target in targets]
     distance = targets[0].gate_learning_rate * falling[0] / 4
     walks = [target.gate_learning_rate * math.sqrt(n) for target, n in zip(targets, falling, strict=True)]
     assert walks[1:] == pytest.approx([distance / 6, distance / 6], rel=1e-5)
