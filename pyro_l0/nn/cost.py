@@ -128,15 +128,21 @@ class _Circuit:
         self._nodes: dict[tuple[bool, tuple[int, ...]], int] = {}  # all or some of which nodes; gates come first
         self._levels: dict[int, int] = {}
         self._of_statement: dict[int, int] = {}
+        self._of_clause: dict[Clause, int] = {}
         self._positions: dict[int, int] = {}
         self._steps: list[tuple[bool, PerDevice]] = []
 
     def add(self, statement: int) -> int:
         """Announce a statement; return its node."""
         if statement not in self._of_statement:
-            clauses = [self._node(False, map(self._literal, x)) for x in self._statements.clauses(statement)]
+            clauses = map(self._clause, self._statements.clauses(statement))
             self._of_statement[statement] = self._node(True, clauses)
         return self._of_statement[statement]
+
+    def _clause(self, clause: Clause) -> int:
+        if clause not in self._of_clause:
+            self._of_clause[clause] = self._node(False, map(self._literal, clause))
+        return self._of_clause[clause]
 
     def arrange(self) -> None:
         """Find a position for every node, behind those of the gates and the numbers 0 and 1."""
