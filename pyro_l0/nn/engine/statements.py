@@ -263,8 +263,8 @@ def _cases(sizes: Sequence[int]) -> list[int]:
     shape = len(sizes), _CASES
     few = np.array(sizes)[:, np.newaxis] ** -rng.uniform(0, 1.5, shape)
     shares = np.where(rng.random(shape) < rng.random(_CASES) ** 3, few, rng.uniform(0.3, 1, shape))
-    is_open = rng.random((sum(sizes), _CASES)) < np.repeat(shares, sizes, axis=0)
-    return [int.from_bytes(row.tobytes(), "big") for row in np.packbits(is_open, axis=1)]
+    parts = [np.packbits(rng.random((size, _CASES)) < share, axis=1) for size, share in zip(sizes, shares, strict=True)]
+    return [int.from_bytes(row.tobytes(), "big") for part in parts for row in part]
 
 
 class TruthTables(Statements):
