@@ -46,6 +46,8 @@ def check_network(network: nn.Module, example: Example) -> list[Arguments]:
     if not inputs or not all(x.numel() for x in inputs):
         shapes = [tuple(x.shape) for x in inputs]
         raise ValueError(f"Expected an example of tensors with entries, but got ones of shapes {shapes}.")
+    if any(x.is_meta for x in (*inputs, *network.parameters())):
+        raise ValueError("Expected numbers to compare, but the meta device has none; suggest_gates does without.")
     for name, parameter in network.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):  # each copy would draw its own
             raise ValueError(f"Expected a network that is ready, but {name!r} is lazy; call the network once.")
@@ -191,7 +193,7 @@ class _Task:
         calls = calls_of(example) if flags.get("is_trial") else check_network(network, example)
         check_gates(network, gates)
         like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
-        gates = {site: gate.to(like.device) for site, gate in gates.items()}
+        gates = {site: gate if like.is_meta else gate.to(like.device) for site, gate in gates.items()}
         limit = tolerance_of(like.dtype) if tolerance is None else tolerance
         return cls(copied(network).train(), gates, calls, limit, **flags)
 
@@ -202,6 +204,8 @@ class _Task:
             analysis = analyse(recording, closed, None if keep_gates else self.gates, folds)
             units = constant_units(network, analysis)
             reference = fix_gates(network, self.gates).eval()
+            if any(parameter.is_meta for parameter in network.parameters()):
+                reference.to("meta")
             if keep_gates:
                 reset_running_means(reference, {path: tuple(x.tolist()) for path, x in analysis.zero_channels.items()})
             constants = layer_constants(reference, units, self.calls)

@@ -203,6 +203,13 @@ ONES = torch.ones(4)
         (dense(), {"gate": ONES}, (3.0,), ValueError, r"example of tensors with entries, but got ones of shapes \[\]"),
         (dense(), {"gate": ONES}, VECTORS[:0], ValueError, r"with entries, but got ones of shapes \[\(0, 6\)\]"),
         (dense(), {"gate": ONES}, VECTORS.double(), RuntimeError, "must have the same dtype, but got Double and Float"),
+        (
+            nn.Sequential(nn.Linear(3, 4, device="meta"), Gate(4)),
+            {"1": ONES},
+            VECTORS,
+            ValueError,
+            "meta device has none",
+        ),
         (nn.Sequential(nn.LazyLinear(4), Gate(4)), {"1": ONES}, VECTORS, ValueError, "'0.weight' is lazy; call the"),
         (recurrent(), {"1": ONES}, SEQUENCES[..., :3], TypeError, r"tensor at gate 1, but got a tuple; .*nn\.LSTM"),
         # Gates.

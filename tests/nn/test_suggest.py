@@ -356,6 +356,18 @@ def test_sites_of_one_kind_are_tried_together(monkeypatch):
     assert len(trials) <= 8
 
 
+def test_a_network_without_numbers_has_the_suggestions_of_one_with_them():
+    """On the meta device the sizes tell where gates cut something, and what a unit saves."""
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5), nn.GELU()
+    )
+    network.extend([nn.LayerNorm(5), nn.Dropout(), nn.Linear(5, 2)])
+    images = torch.ones(2, 3, 8, 8)
+    found = suggest_gates(network, images)
+    assert len(found) > 1
+    assert str(suggest_gates(network.to("meta"), images.to("meta"))) == str(found)
+
+
 def test_heads_that_cannot_be_cut_are_refused():
     """torch's attention with a bias for its keys has no plain twin."""
     attention = nn.MultiheadAttention(8, 2, add_bias_kv=True, batch_first=True)

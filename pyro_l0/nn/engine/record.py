@@ -535,7 +535,7 @@ def keep_state(network: nn.Module) -> Iterator[None]:
         _give_back(held)
         with torch.no_grad():
             for buffer, before in buffers:
-                if not torch.equal(buffer, before):
+                if not buffer.is_meta and not torch.equal(buffer, before):
                     buffer.copy_(before)
 
 

@@ -142,7 +142,7 @@ def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[
         except (RuntimeError, TypeError, ValueError, IndexError):
             return False
         first = result[0] if isinstance(result, (tuple, list)) else result
-        if not isinstance(first, Tensor) or bool((first.ne(0) & ~first.isnan()).any()):
+        if not isinstance(first, Tensor) or first.is_meta or bool((first.ne(0) & ~first.isnan()).any()):
             return False
     return True
 
@@ -156,7 +156,8 @@ def _probe(value: Value, choice: int) -> Tensor:
     number = 0.7 * choice if value.dtype.is_floating_point or value.dtype.is_complex else 3 * choice
     if value.dtype == torch.uint8 or value.dtype == torch.bool:
         number = abs(number)
-    return torch.full((1,) if value.shape else (), number, dtype=value.dtype, device=value.tensor.device)
+    device = "cpu" if value.tensor.is_meta else value.tensor.device
+    return torch.full((1,) if value.shape else (), number, dtype=value.dtype, device=device)
 
 
 @rule("gate")
