@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -15,6 +17,27 @@ from torch import Tensor
 
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.second_order import DesignQuadratic, LogLikelihood, Quadratic, laplace, quadratic_at
+
+_SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
+
+
+@contextmanager
+def progress(shown: bool) -> Iterator[None]:
+    """Whether the loops of :func:`counted` show a bar while this is open."""
+    token = _SHOWN.set(shown)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(token)
+
+
+def counted(number: int, unit: str) -> Iterable[int]:
+    """Count to a number, with a bar by tqdm where progress is shown."""
+    if not _SHOWN.get():
+        return range(number)
+    from tqdm import trange  # type: ignore[import-untyped]
+
+    return trange(number, desc=unit)  # type: ignore[no-any-return]
 
 
 class GatePrior(Protocol):
@@ -235,7 +258,7 @@ def sampled_target(
     explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
     steps = _Steps(flips - warm_up, z, target.hyper)
     everyone = torch.arange(len(z), device=z.device)
-    for step in range(flips):
+    for step in counted(flips, "flips"):
         if adapts and 0 < step <= warm_up and step % max(warm_up // 10, 1) == 0:
             target.set_anchors(running)
         logits = target.logits(z)

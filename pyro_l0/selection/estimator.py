@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from numbers import Real
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import csc_array
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
@@ -17,6 +19,7 @@ from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from pyro_l0.expect import expect_count
+from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Columns, Design, coded, levels_of, make_design, tabular
 from pyro_l0.selection.methods import METHODS, find_posterior
@@ -57,6 +60,8 @@ RandomState = int | np.random.RandomState | None
 _PRIORS = ("rate", "expected_size", "slab_scale", "noise_scale")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
+# Absolute correlation from which one feature is a near-copy of another, and how many are compared.
+_COPY, _COMPARED = 0.95, 500
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
 _FOR_ARVIZ = 1000
 
@@ -77,6 +82,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
         "random_state": ["random_state"],
+        "verbose": ["boolean"],
     }
 
     n_features_in_: int
@@ -98,6 +104,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         method: str = "auto",
         groups: ArrayLike | None = None,
         random_state: RandomState = None,
+        verbose: bool = False,
     ) -> None:
         self.rate = rate
         self.expected_size = expected_size
@@ -107,6 +114,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.method = method
         self.groups = groups
         self.random_state = random_state
+        self.verbose = verbose
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:  # noqa: N803
         """Find the posterior of the coefficients.
@@ -157,9 +165,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             outputs=len(getattr(self, "classes_", ())) or 1,
         )
         seed = seed_of(self.random_state)
-        posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
+        with progress(bool(self.verbose)):
+            posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
         self._keep(design, posterior, seed)
-        self._warn_of_chains()
+        self._warn_of_chains(x)
         self._data = x, target, weight
         self._warn_of_separation()
         self.credible_sets_: list[CredibleSet] = credible_sets(
@@ -288,19 +297,25 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _warn_of_separation(self) -> None:
         """Only classes can be separated."""
 
-    def _warn_of_chains(self) -> None:
-        """Name the least certain inclusion probability, if it is too uncertain."""
+    def _warn_of_chains(self, x: Array) -> None:
+        """Name the least certain inclusion probability, if it is too uncertain, and what would make it surer."""
         standard_error = self._standard_error
         if standard_error is None or standard_error.max() <= MOST_ERROR:
             return
         worst = int(standard_error.argmax())
-        unsure = int((standard_error > MOST_ERROR).sum())
+        unsure = np.flatnonzero(standard_error > MOST_ERROR)
+        columns = np.flatnonzero(np.isin(self._gate_of, unsure))[:_COMPARED]
+        chosen = csc_array(x)[:, columns].toarray()
+        alike = np.triu(np.abs(np.atleast_2d(np.corrcoef(chosen.T))) > _COPY, 1)
+        names = [self._column_names()[j] for j in columns]
+        copies = [f"{names[i]!r} or {names[j]!r}" for i, j in zip(*np.nonzero(alike), strict=True)][:5]
+        drop = f"leave out one of each near-copies ({', '.join(copies)})" if copies else "use fewer features"
         warnings.warn(
             f"The sampler's chains disagree: the inclusion probability of feature {self._gate_names()[worst]!r} has a "
-            f"standard error of {standard_error[worst]:.2f}, and {unsure} of {len(standard_error)} have one of more "
-            f"than {MOST_ERROR}. Do not use this fit before another random_state agrees with it. Up to 20 features, "
-            "method='enumerate' has no such error; otherwise a given expected_size, fewer copies of the same feature, "
-            "or fewer features help.",
+            f"standard error of {standard_error[worst]:.2f}, and {len(unsure)} of {len(standard_error)} have one of "
+            f"more than {MOST_ERROR}, which would take {math.ceil((standard_error[worst] / MOST_ERROR) ** 2)} times as "
+            f"many draws, such as the mean of as many fits with other random_states. Else {drop}, give an "
+            "expected_size, or, up to 20 features, use method='enumerate'.",
             ConvergenceWarning,
             stacklevel=3,
         )

@@ -60,6 +60,7 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
             closes all of its coefficients. None: each feature, and each categorical column, is one.
         random_state: an int makes fits reproducible; None takes fresh random numbers. Neither changes numpy's global
             generator.
+        verbose: whether a bar shows the progress of the chains.
 
     Attributes:
         pip_: P(z = 1 | y) of every feature, its inclusion probability, shape ``(p,)``; of every group with ``groups``.
@@ -102,6 +103,7 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
         method: str = "auto",
         groups: ArrayLike | None = None,
         random_state: RandomState = None,
+        verbose: bool = False,
     ) -> None:
         super().__init__(
             rate=rate,
@@ -112,6 +114,7 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
             method=method,
             groups=groups,
             random_state=random_state,
+            verbose=verbose,
         )
         self.noise_scale = noise_scale
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyro_l0.maths.second_order import STORED, open_positions
+from pyro_l0.maths.tempered_gibbs import counted
 from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "draw_polya_gamma", "is_augmented", "standard_error"]
@@ -66,7 +67,7 @@ class AugmentedChains:
         """Sweep until no standard error is larger than ``error``, or ``_ROUNDS`` times a round."""
         record: list[tuple[Tensor, ...]] = []
         for rounds in range(1, _ROUNDS + 1):
-            record += [self._sweep() for _ in range(_ROUND)]
+            record += [self._sweep() for _ in counted(_ROUND, "sweeps of augmented chains")]
             used = record[int(_WARM_UP * len(record)) :]
             probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
             found = standard_error(probs)

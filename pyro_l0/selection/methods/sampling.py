@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Quadratic, quadratic_of
-from pyro_l0.maths.tempered_gibbs import GibbsRun, IndependentGates, ScaleWalk, sampled_on_expansions, sampled_target
+from pyro_l0.maths.tempered_gibbs import (
+    GibbsRun,
+    IndependentGates,
+    ScaleWalk,
+    counted,
+    sampled_on_expansions,
+    sampled_target,
+)
 from pyro_l0.selection.methods.augmentation import AugmentedChains, is_augmented, standard_error
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
@@ -210,7 +217,7 @@ def laplace_chains(
 
     point = at(z, log_slab)
     gates, slabs = [], []
-    for turn in range(rounds):
+    for turn in counted(rounds, "rounds of chains on the Laplace evidence"):
         flip = torch.multinomial(torch.sigmoid(point.against), 1, generator=generator)
         new = z.scatter(1, flip, ~z.gather(1, flip))
         there = at(new, log_slab)

@@ -63,6 +63,27 @@ def test_chains_that_disagree_are_reported(error, monkeypatch):
         model.fit(x, y)
 
 
+def test_what_chains_that_disagree_would_need(monkeypatch):
+    """The factor of draws is the square of that of the error, and copies are named."""
+
+    def sampled(problem, *, draws, seed):
+        found = METHODS["enumerate"](problem, draws=draws, seed=seed)
+        return replace(found, standard_error=np.array([0.11, 0.06, 0.0, 0.2]))
+
+    x, y = data()
+    x[:, 3] = x[:, 1] + 0.01 * x[:, 3]
+    monkeypatch.setitem(METHODS, "tempered", sampled)
+    with pytest.warns(ConvergenceWarning, match=r"take 16 times as many draws.*near-copies .*'x1' or 'x3'"):
+        SpikeSlabRegressor(method="tempered", random_state=0).fit(x, y)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_progress(verbose, capsys):
+    x, y = data()
+    SpikeSlabRegressor(method="tempered", random_state=0, verbose=verbose).fit(x, y)
+    assert ("flips" in capsys.readouterr().err) == verbose
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_each_method_finds_the_posterior_and_nothing_else_changes(method):
     """With a seed to the bit; Pyro's parameters and the global generators stay as they were."""
