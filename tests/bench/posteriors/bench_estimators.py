@@ -1,0 +1,67 @@
+"""Estimators of labels and counts beside long chains: python tests/bench/posteriors/bench_estimators.py
+
+A row a design: processor seconds of one fit on one core as it comes, the largest standard error that the fit gives, the
+largest difference of an inclusion probability from the long chain of ``estimator_references.json``, with that chain's
+own standard error, and the features with an inclusion probability above .5. Beside it the seconds of abess, which
+chooses one subset, if it is installed. --design takes those whose names contain the text; --seeds several fits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor
+from tests.bench.posteriors.estimator_references import FILE, NAMES, Array, design
+from tests.bench.timing import options_of, table_head, table_row
+
+
+def abess(name: str, x: Array, y: Array) -> str:
+    """Seconds and the number of features that abess chooses."""
+    try:
+        from abess.linear import LogisticRegression, MultinomialRegression, PoissonRegression
+    except ImportError:
+        return "not installed"
+    kind = PoissonRegression if name.startswith("Poisson") else LogisticRegression
+    kind = MultinomialRegression if name == "wine" else kind
+    start = time.process_time()
+    coef = np.atleast_2d(kind().fit(x, y).coef_)
+    chosen = int((coef if coef.shape[1] == x.shape[1] else coef.T).any(0).sum())
+    return f"{time.process_time() - start:.1f} s, {chosen} features"
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--design", default="", help="part of a name")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    references = json.loads(FILE.read_text())
+    table_head("design", "seed", "seconds", "standard error", "difference", "long chain's error", "PIP > .5", "abess")
+    for name in NAMES:
+        if options.design not in name:
+            continue
+        x, y = design(name)
+        known = references[name]
+        for seed in range(options.seeds):
+            kind = SpikeSlabPoissonRegressor if name.startswith("Poisson") else SpikeSlabClassifier
+            start = time.process_time()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model = kind(random_state=seed).fit(x, y)
+            seconds = f"{time.process_time() - start:.1f}{' (warns)' if caught else ''}"
+            difference = np.abs(model.pip_ - known["pip"]).max()
+            cells = [f"{value:.4f}" for value in (model._standard_error.max(), difference, known["standard_error"])]
+            table_row(name, seed, seconds, *cells, int((model.pip_ > 0.5).sum()), abess(name, x, y))
+
+
+if __name__ == "__main__":
+    main()
