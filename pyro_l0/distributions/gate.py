@@ -438,16 +438,11 @@ def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
     A layer has few gates, so that a formula takes as long as its operations take to be called and to be recorded
     for the gradient; one call for all layers saves most of it.
     """
-    if not can_be_one(gates):
-        return None
     first = gates[0]
+    kinds = [_kind(gate) for gate in gates]
+    if kinds[0] is None or any(kind != kinds[0] for kind in kinds):
+        return None
     return first.with_learned(**{name: cat_flat([getattr(gate, name) for gate in gates]) for name in first.learned})
-
-
-def can_be_one(gates: Sequence[GateDistribution]) -> bool:
-    """Whether the family of several gates can express them side by side."""
-    first = _kind(gates[0])
-    return first is not None and all(_kind(gate) == first for gate in gates[1:])
 
 
 def sum_open(active_prob: Tensor, prices: Sequence[Number], sizes: Sequence[int]) -> Tensor:

@@ -99,11 +99,10 @@ class SharedRows(Messenger):
     def _pyro_sample(self, msg: Site) -> None:
         if not site_is_subsample(msg) or msg["value"] is not None:
             return
-        name, is_mapped = msg["name"], torch._C._are_functorch_transforms_active()
-        if name not in self._rows:
-            with temporarily_pop_interpreter_stack() if is_mapped else nullcontext():
-                self._rows[name] = msg["fn"].sample()
-        msg["value"], msg["done"] = self._rows[name], True
+        if msg["name"] not in self._rows:
+            with temporarily_pop_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext():
+                self._rows[msg["name"]] = msg["fn"].sample()
+        msg["value"], msg["done"] = self._rows[msg["name"]], True
 
 
 def is_deterministic(site: Site) -> bool:
@@ -130,12 +129,9 @@ def sole_record() -> Record | None:
     stack = runtime._PYRO_STACK
     if not stack or type(stack[-1]) is not Record or not is_on("record"):
         return None
-    return stack[-1] if all(map(_passes_over_sites, stack[:-1])) else None
-
-
-def _passes_over_sites(handler: Messenger) -> bool:
     # A subclass may do more.
-    return type(handler) is SharedRows or (type(handler) is TraceMessenger and handler.param_only)
+    alone = all(type(x) is SharedRows or (type(x) is TraceMessenger and x.param_only) for x in stack[:-1])
+    return stack[-1] if alone else None
 
 
 def sample(name: str, fn: TorchDistributionMixin) -> Tensor:

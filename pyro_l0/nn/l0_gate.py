@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Self
@@ -20,7 +19,7 @@ from pyro_l0.distributions import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.distributions.gate import GateDistribution, can_be_one, check_rate, concatenate, sum_open
+from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, sum_open
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.products import has_top_hooks, may_be_in_block
 from pyro_l0.fast.switch import is_on
@@ -282,26 +281,13 @@ def _random_state(like: Tensor) -> bytes:
     return bytes(state.numpy().tobytes())
 
 
-class _Joint(NamedTuple):
-    """P(z != 0) of gates side by side, from the draw in a call of their network."""
-
-    parameters: Sequence[Tensor]
-    versions: Sequence[int]  # how often each had been changed in place
-    active_prob: Tensor
-
-    def is_of(self, gates: Iterable[L0Gate]) -> bool:
-        """Whether it is that of some gates as they are now."""
-        now = _parameters_of(gates)
-        same = len(now) == len(self.parameters) and all(map(operator.is_, now, self.parameters))
-        return same and [x._version for x in now] == self.versions and torch.is_grad_enabled()
+def _versions(gates: Iterable[L0Gate]) -> list[tuple[int, int]]:
+    """Parameters, and how often each was changed in place."""
+    return [(id(x), x._version) for gate in gates for x in gate._parameters.values() if x is not None]
 
 
-def _parameters_of(gates: Iterable[L0Gate]) -> list[Tensor]:
-    return [x for gate in gates for x in gate._parameters.values() if x is not None]
-
-
-# By network, of its last call; P(z != 0) costs less beside the draw than by itself.
-_joint_draws: WeakKeyDictionary[nn.Module, _Joint] = WeakKeyDictionary()
+# By network: the parameters at its last call, and P(z != 0), which costs less beside the draw and holds them.
+_joint_draws: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], Tensor]] = WeakKeyDictionary()
 
 
 def draw(gates: Sequence[L0Gate]) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -320,7 +306,7 @@ def draw(gates: Sequence[L0Gate]) -> tuple[Sequence[Tensor], Tensor | None]:
 
 
 def _sample(each: Sequence[GateDistribution]) -> tuple[Sequence[Tensor], Tensor | None]:
-    if len(each) > 1 and is_on("joint_draws") and can_be_one(each):
+    if len(each) > 1 and is_on("joint_draws") and concatenate(each) is not None:
         joint = each[0].draw_jointly(each)
         return joint.draws, joint.active_prob
     return [gates.rsample() for gates in each], None
@@ -353,8 +339,7 @@ class _CallHook:
             # A backward pass of the loss alone would free the nodes that transforms of parameters share with a price.
             is_apart = own and all(x is constraints.real for x in own[0]._template.learned.values())
             if is_apart and active_prob is not None and active_prob.requires_grad:
-                parameters = _parameters_of(own)
-                _joint_draws[network] = _Joint(parameters, [x._version for x in parameters], active_prob)
+                _joint_draws[network] = _versions(own), active_prob
 
     def forget(self, network: nn.Module, args: object, output: object) -> None:
         """Let gates draw by themselves again."""
@@ -514,8 +499,8 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
         )
     prices, sizes = list(coefficients.values()), [gate.shape.numel() for gate in gates.values()]
     last = None if torch.compiler.is_compiling() else _joint_draws.get(network)
-    if last is not None and last.is_of(gates.values()):
-        return sum_open(last.active_prob, prices, sizes)
+    if last is not None and torch.is_grad_enabled() and last[0] == _versions(gates.values()):
+        return sum_open(last[1], prices, sizes)
     each = [gate.distribution for gate in gates.values()]
     joint = concatenate(each)
     if joint is not None:
