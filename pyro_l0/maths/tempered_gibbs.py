@@ -87,14 +87,14 @@ class BetaBinomialGates:
 
     def log_prob(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
-        count = _numbers(z).sum(-1)
+        count = _numbers(z.sum(-1))
         total = torch.lgamma(self.alpha + count) + torch.lgamma(self.beta + (z.shape[-1] - count))
         constant = math.lgamma(self.alpha) + math.lgamma(self.beta) - math.lgamma(self.alpha + self.beta)
         return total - math.lgamma(self.alpha + self.beta + z.shape[-1]) - constant
 
 
 def _numbers(z: Tensor) -> Tensor:
-    """Gates that may be bool, as numbers whose log gamma is accurate."""
+    """Gates or counts that may be bool or whole, as numbers whose log gamma is accurate."""
     return z if z.is_floating_point() else z.double()
 
 
