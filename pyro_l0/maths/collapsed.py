@@ -38,8 +38,7 @@ class CollapsedQuadratic:
         )
         # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
         root = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1).sqrt()
-        unit = self._scale * root
-        self._elements = _Elements(unit, linear * root * unit, quadratic.diagonal * unit.square())
+        self._linear, self._root = torch.atleast_2d(linear), root
         self._groups = None if gate_of is None else _Groups.of(gate_of, quadratic)
 
     @property
@@ -50,12 +49,12 @@ class CollapsedQuadratic:
     @property
     def gates(self) -> int:
         """How many there are."""
-        return self._elements.unit.shape[1] if self._groups is None else len(self._groups.members)
+        return self._scale.shape[1] if self._groups is None else len(self._groups.members)
 
     @property
     def chains(self) -> int | None:
         """The number of chains with scales or factors of their own; None where all gate vectors share one."""
-        rows = len(self._elements.linear)
+        rows = max(len(self._scale), len(self._root), len(self._linear))
         return None if rows == 1 else rows
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
@@ -120,9 +119,20 @@ class CollapsedQuadratic:
         size = max(1, BATCH // (most * (width or most)))
         return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
 
+    def _elements(self, batch: slice) -> _Elements:
+        linear, scale, root = (_picked(x, batch) for x in (self._linear, self._scale, self._root))
+        unit = scale * root
+        return _Elements(unit, linear * root * unit, self.quadratic.diagonal * unit.square())
+
+    def _elements_at(self, index: Tensor, batch: slice) -> _Elements:
+        linear, scale = (_at(_picked(x, batch), index) for x in (self._linear, self._scale))
+        root = _picked(self._root, batch)
+        unit = scale * root
+        return _Elements(unit, linear * root * unit, self.quadratic.diagonal[index] * unit.square())
+
     def _open(self, on: Tensor, batch: slice) -> _Open:
         index, valid = open_positions(on)
-        unit, linear = (_at(_picked(x, batch), index) * valid for x in self._elements[:2])
+        unit, linear = (x * valid for x in self._elements_at(index, batch)[:2])
         eye = torch.eye(index.shape[1]).to(unit)
         precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :]
         precision = precision + eye * (1 + _rounding(precision))
@@ -140,7 +150,7 @@ class CollapsedQuadratic:
     def _of_parts(self, on: Tensor, batch: slice, parts: Tensor) -> PartConditionals:
         open_, design = self._open(on, batch), self._design
         gates, valid = design.members[parts].flatten(1), design.valid[parts].flatten(1)
-        elements = _Elements(*(_at(_picked(x, batch), gates) for x in self._elements))
+        elements = self._elements_at(gates, batch)
         factors = _log_integral(*_closed(open_, elements, design.rows(open_.index, parts)))
         of_open = _log_integral(*open_.alone())
         same = (open_.index[:, :, None] == gates[:, None, :]) & open_.valid[:, :, None] & valid[:, None, :]
@@ -157,12 +167,12 @@ class CollapsedQuadratic:
 
     def _rest(self, open_: _Open, batch: slice) -> tuple[_Elements, Tensor, Tensor]:
         """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
-        elements = _Elements(*(_picked(x, batch) for x in self._elements))
+        elements = self._elements(batch)
         return elements, *_left(open_, elements, self.quadratic.rows(open_.index))
 
     def _slab(self, open_: _Open, batch: slice) -> tuple[Tensor, Tensor]:
         """Precision and linear term of each slab alone, in units of its scale, if its gate is open."""
-        elements = _Elements(*(_picked(x, batch) for x in self._elements))
+        elements = self._elements(batch)
         precision, linear = _closed(open_, elements, self.quadratic.rows(open_.index))
         of_open = open_.alone()
         return open_.placed(of_open[0], out=precision), open_.placed(of_open[1], out=linear)

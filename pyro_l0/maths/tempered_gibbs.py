@@ -87,10 +87,15 @@ class BetaBinomialGates:
 
     def log_prob(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
-        count = _numbers(z.sum(-1))
+        count = open_counts(z)
         total = torch.lgamma(self.alpha + count) + torch.lgamma(self.beta + (z.shape[-1] - count))
         constant = math.lgamma(self.alpha) + math.lgamma(self.beta) - math.lgamma(self.alpha + self.beta)
         return total - math.lgamma(self.alpha + self.beta + z.shape[-1]) - constant
+
+
+def open_counts(z: Tensor) -> Tensor:
+    """How many gates are open in each vector, as numbers; some at a time, as torch sums bool ones as a wider copy."""
+    return torch.cat([_numbers(part.sum(-1)) for part in z.split(_COUNTED)])
 
 
 def _numbers(z: Tensor) -> Tensor:
@@ -98,6 +103,7 @@ def _numbers(z: Tensor) -> Tensor:
     return z if z.is_floating_point() else z.double()
 
 
+_COUNTED = 64  # gate vectors whose open gates are counted at once
 # Most gates that are open at the start, on average: a vague prior of the rate opens hundreds, and a step closes one.
 _START = 10.0
 # What is added to the running probabilities: gates that hardly ever open are tried for about two of a dozen flips. With

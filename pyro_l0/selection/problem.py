@@ -14,7 +14,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
-from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
 
 __all__ = ["MOST_ERROR", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
 
@@ -111,7 +111,7 @@ class Prior:
         """P(z = 1) given gates of shape ``(N, G)``, shape ``(N,)``."""
         if not isinstance(self.rate, tuple):
             return np.full(len(z), self.rate)
-        opened = z.sum(1).numpy()
+        opened = open_counts(z).numpy()
         # By numpy, as torch draws Beta variables from its global generator alone.
         rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
         return rng.beta(self.rate[0] + opened, self.rate[1] + z.shape[1] - opened)

@@ -53,9 +53,9 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
             whose scale is the standard deviation of y.
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
-        method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 10,000
-            features; ``"auto"`` enumerates up to 15 features, or 8 in families other than the Gaussian, and samples
-            more.
+        method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000
+            features; ``"auto"`` enumerates up to 15 features, or 8 in families other than the Gaussian (9 up to 1,000
+            observations), and samples more.
         groups: the group of each feature, shape ``(p,)``: whole numbers from 0 on. A group has one gate, which opens or
             closes all of its coefficients. None: each feature, and each categorical column, is one.
         random_state: an int makes fits reproducible; None takes fresh random numbers. Neither changes numpy's global

@@ -10,9 +10,9 @@ from pyro_l0.selection.problem import Problem, SelectionPosterior
 
 __all__ = ["METHODS", "find_posterior"]
 
-# Features up to which all subsets are summed over, which takes a second or less; other families need a Newton iteration
-# for each subset.
-_FEW_GAUSSIAN, _FEW = 15, 8
+# Features up to which a sum over all subsets takes less time than chains; other families need a Newton iteration for
+# each subset, whose time grows with the observations, and sum over one feature more where these are few.
+_FEW_GAUSSIAN, _FEW, _SHORT = 15, 8, 1000
 
 
 class _Method(Protocol):
@@ -31,7 +31,7 @@ def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> t
     The method is a key of ``METHODS``, or ``"auto"``, which enumerates few features and samples the gates of more.
     """
     if method == "auto":
-        few = _FEW_GAUSSIAN if problem.family == "gaussian" else _FEW
+        few = _FEW_GAUSSIAN if problem.family == "gaussian" else _FEW + (len(problem.y) <= _SHORT)
         method = "enumerate" if problem.gates <= few else "tempered"
     if not problem.gates:
         method = "enumerate"  # the one gate vector that there is

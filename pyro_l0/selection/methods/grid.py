@@ -15,7 +15,7 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from pyro_l0.maths.tempered_gibbs import distinct_rows
+from pyro_l0.maths.tempered_gibbs import distinct_rows, open_counts
 from pyro_l0.selection.problem import Problem
 
 # Nodes of an axis: to find the mode, and to integrate. The trapezoidal rule errs by 2 exp(-2 pi^2 / h^2) at steps of h
@@ -59,7 +59,7 @@ def batches_of(on: Tensor, most: Callable[[int], int]) -> Iterator[Batch]:
 
     ``most`` says how many gate vectors with k open features a batch may have.
     """
-    count = on.sum(1)
+    count = open_counts(on).long()
     for k in count.unique().tolist():
         rows = torch.nonzero(count == k)[:, 0]
         features = torch.nonzero(on[rows])[:, 1].reshape(len(rows), k)

@@ -26,8 +26,8 @@ def data(p=4, n=100):
     [
         (SpikeSlabRegressor, 15, "enumerate"),
         (SpikeSlabRegressor, 16, "tempered"),
-        (SpikeSlabClassifier, 8, "enumerate"),
-        (SpikeSlabClassifier, 9, "tempered"),
+        (SpikeSlabClassifier, 9, "enumerate"),
+        (SpikeSlabClassifier, 10, "tempered"),
     ],
 )
 def test_few_features_are_enumerated(kind, p, method, monkeypatch):
