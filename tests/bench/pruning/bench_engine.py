@@ -1,4 +1,4 @@
-"""Processor seconds of the engine: ``python tests/bench/pruning/bench_engine.py``, about four minutes.
+"""Processor seconds of the engine: ``python tests/bench/pruning/bench_engine.py``, about three minutes.
 
 A row for each network: of `suggest_gates`; of `NetworkCost` with the gates that it suggests; of the first weights and
 multiply-adds; of `compact` with every other gate closed, and its peak memory beyond what was there, in MiB, beside
