@@ -15,7 +15,7 @@ from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "draw_polya_gamma", "is_augmented", "standard_error"]
 
-_ROUND, _ROUNDS = 100, 12  # sweeps between two looks at the error, and the most rounds
+_ROUND, _ROUNDS = 50, 24  # sweeps between two looks at the error, and the most rounds
 _WARM_UP = 0.25  # of all sweeps
 _STEP = 0.5  # of the slab scale's logarithm
 
@@ -71,7 +71,7 @@ class AugmentedChains:
             used = record[int(_WARM_UP * len(record)) :]
             probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
             found = standard_error(probs)
-            if rounds > 1 and found.max() <= error:
+            if rounds > 3 and found.max() <= error:
                 break
         z, log_slab, beta, mean, variance = (part.flatten(0, 1) for part in others)
         which = torch.randint(len(z), (draws,), generator=self._generator)
@@ -209,6 +209,7 @@ class AugmentedChains:
 
 _CUT = 0.64  # where the two parts of the proposal meet
 _LEVY = 0.5 * math.erfc(1 / math.sqrt(2 * _CUT))  # half of the probability that a Levy variable is below the cut
+_SMALL = -math.log(2 * _LEVY)  # half tilts up to which Levy variables are the tighter proposal
 
 
 def draw_polya_gamma(tilt: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -219,35 +220,37 @@ def draw_polya_gamma(tilt: Tensor, generator: torch.Generator | None = None) -> 
     """
     half = 0.5 * tilt.abs().flatten()
     found = torch.empty_like(half)
-    left = torch.arange(len(half), device=half.device)
-    while len(left):
-        x, accepted = _proposed(half[left], generator)
-        found[left[accepted]] = 0.25 * x[accepted]
-        left = left[~accepted]
+    everyone = torch.arange(len(half), device=half.device)
+    is_small = half < _SMALL
+    for part, is_levy in ((everyone[is_small], True), (everyone[~is_small], False)):
+        left = part
+        while len(left):
+            x, accepted = _proposed(half[left], is_levy, generator)
+            found[left[accepted]] = 0.25 * x[accepted]
+            left = left[~accepted]
     return found.view_as(tilt)
 
 
-def _proposed(half: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Proposals for J*(1, half), and which of them are accepted."""
-    part, place, side, level = torch.rand(4, *half.shape, generator=generator, dtype=half.dtype, device=half.device)
+def _proposed(half: Tensor, is_levy: bool, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Proposals for J*(1, half), and which of them are accepted; below the cut, Levy or inverse Gaussian ones."""
+    part, place, level = torch.rand(3, len(half), generator=generator, dtype=half.dtype, device=half.device)
     rate = 0.125 * math.pi**2 + 0.5 * half.square()
     above = 0.5 * math.pi / rate * (-_CUT * rate).exp()
-    inverse_gaussian = 2 * (-half).exp()
-    is_levy = inverse_gaussian > 4 * _LEVY
-    below = inverse_gaussian.clamp(max=4 * _LEVY)
-
-    exponential = _CUT - place.log() / rate
-    levy = torch.special.ndtri(_LEVY * place).square().reciprocal()
-    normal = torch.randn(half.shape, generator=generator, dtype=half.dtype, device=half.device)
-    mean = 1 / half.clamp(min=1.0)  # of the inverse Gaussian, which is for larger ones only
-    spread = 0.5 * mean * normal.square()
-    smaller = mean / (1 + spread + (spread * (2 + spread)).sqrt())
-    gaussian = torch.where(side * (mean + smaller) > mean, mean.square() / smaller, smaller)
-
+    below = half.new_full((1,), 4 * _LEVY) if is_levy else 2 * (-half).exp()
     is_above = part * (above + below) < above
-    x = torch.where(is_above, exponential, torch.where(is_levy, levy, gaussian))
+    exponential = _CUT - place.log() / rate
+    if is_levy:
+        x = torch.where(is_above, exponential, torch.special.ndtri(_LEVY * place).square().reciprocal())
+    else:
+        normal = torch.randn(len(half), generator=generator, dtype=half.dtype, device=half.device)
+        mean = 1 / half
+        spread = 0.5 * mean * normal.square()
+        smaller = mean / (1 + spread + (spread * (2 + spread)).sqrt())
+        x = torch.where(place * (mean + smaller) > mean, mean.square() / smaller, smaller)
+        x = torch.where(is_above, exponential, x)
     # An alternating series; the next term is below 1e-15 of the first.
     exponent = torch.where(x > _CUT, 0.5 * math.pi**2 * x, 2 / x)
     share = 1 - 3 * (-2 * exponent).exp() + 5 * (-6 * exponent).exp()
-    share = torch.where(is_levy & ~is_above, share * (-0.5 * half.square() * x).exp(), share)
+    if is_levy:
+        share = torch.where(is_above, share, share * (-0.5 * half.square() * x).exp())
     return x, (level < share) & (is_above | (x <= _CUT))
