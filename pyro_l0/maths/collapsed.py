@@ -71,11 +71,24 @@ class CollapsedQuadratic:
 
     def of_parts(self, z: Tensor, parts: Tensor) -> PartConditionals:
         """The same for some parts of the design's elements, shape ``(S, c)``, and for the gates that are open."""
-        on = self.on(z)
-        width = parts.shape[1] * self._design.members.shape[1]
-        found = [self._of_parts(on[batch], batch, parts[batch]) for batch in self._batches(on, width)]
-        most = max(one.gates.shape[1] for one in found)
-        return PartConditionals(*map(torch.cat, zip(*(one.padded(most) for one in found), strict=True)))
+        design, every = self.quadratic, slice(None)
+        assert isinstance(design, DesignQuadratic)
+        open_ = self._open(self.on(z), every)
+        gates, valid = design.members[parts].flatten(1), design.valid[parts].flatten(1)
+        elements = self._elements_at(gates, every)
+        factors = _log_integral(*_closed(open_, elements, design.rows(open_.index, parts)))
+        of_open = _log_integral(*open_.alone())
+        same = (open_.index[:, :, None] == gates[:, None, :]) & open_.valid[:, :, None] & valid[:, None, :]
+        is_open = same.any(1)
+        factors = torch.where(is_open, (of_open[:, None, :] @ same.to(of_open)).squeeze(1), factors)
+        elsewhere = open_.valid & ~same.any(2)
+        return PartConditionals(
+            torch.cat([gates, open_.index], 1),
+            torch.cat([valid, elsewhere], 1),
+            torch.cat([is_open, elsewhere], 1),
+            torch.cat([factors, of_open], 1),
+            open_.log_evidence,
+        )
 
     def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log Bayes factor of every gate, and mean and variance of the slab behind it if it opens; each ``(S, p)``."""
@@ -107,11 +120,6 @@ class CollapsedQuadratic:
             chains = "S" if self.chains is None else self.chains
             raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
         return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of).bool()
-
-    @property
-    def _design(self) -> DesignQuadratic:
-        assert isinstance(self.quadratic, DesignQuadratic)
-        return self.quadratic
 
     def _batches(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
         """Batches of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
@@ -147,24 +155,6 @@ class CollapsedQuadratic:
         factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
         return factors, open_.log_evidence
 
-    def _of_parts(self, on: Tensor, batch: slice, parts: Tensor) -> PartConditionals:
-        open_, design = self._open(on, batch), self._design
-        gates, valid = design.members[parts].flatten(1), design.valid[parts].flatten(1)
-        elements = self._elements_at(gates, batch)
-        factors = _log_integral(*_closed(open_, elements, design.rows(open_.index, parts)))
-        of_open = _log_integral(*open_.alone())
-        same = (open_.index[:, :, None] == gates[:, None, :]) & open_.valid[:, :, None] & valid[:, None, :]
-        is_open = same.any(1)
-        factors = torch.where(is_open, (of_open[:, None, :] @ same.to(of_open)).squeeze(1), factors)
-        elsewhere = open_.valid & ~same.any(2)
-        return PartConditionals(
-            torch.cat([gates, open_.index], 1),
-            torch.cat([valid, elsewhere], 1),
-            torch.cat([is_open, elsewhere], 1),
-            torch.cat([factors, of_open], 1),
-            open_.log_evidence,
-        )
-
     def _rest(self, open_: _Open, batch: slice) -> tuple[_Elements, Tensor, Tensor]:
         """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
         elements = self._elements(batch)
@@ -196,11 +186,6 @@ class PartConditionals(NamedTuple):
     open: Tensor  # which are open
     factors: Tensor
     log_evidence: Tensor  # shape (S,)
-
-    def padded(self, width: int) -> PartConditionals:
-        """With columns of padding at the end."""
-        gates, valid, is_open, factors = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in self[:4])
-        return PartConditionals(gates, valid, is_open, factors, self.log_evidence)
 
 
 class _Elements(NamedTuple):

@@ -222,7 +222,7 @@ class Step(NamedTuple):
     moves: Point
     gain: Tensor  # slope . step, shape (S,)
     converged: Tensor  # which points need no further step, shape (S,); they take this one without a check
-    curvature: Tensor  # what is to be kept of the second derivatives
+    curvature: Tensor  # what is needed of the second derivatives
 
 
 # The values of S functions, shape ``(S,)``, and the Newton step from points of known values.
@@ -353,7 +353,7 @@ def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Ten
         return value - 0.5 * point[0].square().sum(1)
 
     def step_from(point: Point, value: Tensor) -> Step:
-        """By the sizes of the Hessian's eigenvalues, which are kept."""
+        """By the sizes of the Hessian's eigenvalues, which are stored."""
         with torch.enable_grad():
             x = point[0].detach().requires_grad_()
             (slope,) = torch.autograd.grad(value_at((x,)).sum(), x, create_graph=True)

@@ -414,7 +414,7 @@ _ACCEPTED = 0.44
 class ScaleWalk(Target):
     """Gates with the scales of a quadratic log likelihood at noise of scale one: a target of ``sampled_target``.
 
-    The chains sample p(z, theta | y) Z(z, theta) with theta, kept in ``hyper``, the logarithms of the scales of noise
+    The chains sample p(z, theta | y) Z(z, theta) with theta, which is ``hyper``, the logarithms of the scales of noise
     and slabs, shape ``(chains, 2)``, and Z the sum of the rates at which gates are tried. ``every`` few flips one of
     the ``unknown`` scales is proposed anew, a random step away, and accepted by the ratio of that product. The steps
     adapt to the accepted share during the warm-up. ``log_density`` is that of theta, with the part of the log

@@ -192,9 +192,9 @@ class _Grower:
     def _needed(self, members: list[int]) -> list[int]:
         """The members without those that the level does not need, the least often open leaving first."""
         opened = self._gates[:, members].mean(0)
-        kept = list(members)
+        needed = list(members)
         for i in np.argsort(opened, kind="stable"):
-            rest = [j for j in kept if j != members[i]]
+            rest = [j for j in needed if j != members[i]]
             if rest and self._gates[:, rest].any(1).mean() >= self._level:
-                kept = rest
-        return kept
+                needed = rest
+        return needed

@@ -164,24 +164,24 @@ class Design:
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data; Gaussian intercepts are drawn given the rest."""
-        kept = np.flatnonzero(self.factor)
-        gates = np.unique(self.gate_of[kept])
+        varying = np.flatnonzero(self.factor)
+        gates = np.unique(self.gate_of[varying])
         mean, sd = np.zeros((2, len(self.factor), self.problem.outputs))
-        mean[kept], sd[kept] = (part * self.factor[kept, None] for part in (found.mean, found.sd))
+        mean[varying], sd[varying] = (part * self.factor[varying, None] for part in (found.mean, found.sd))
         active_probs, error = np.zeros((2, int(self.gate_of.max()) + 1))
         active_probs[gates] = found.active_probs
         error[gates] = 0.0 if found.standard_error is None else found.standard_error
-        draws = self._draws(found.draws, kept, np.random.default_rng(seed))
+        draws = self._draws(found.draws, varying, np.random.default_rng(seed))
         known = None if found.standard_error is None else error
         return replace(found, active_probs=active_probs, mean=mean, sd=sd, draws=draws, standard_error=known)
 
-    def _draws(self, draws: Draws, kept: NDArray[np.intp], rng: np.random.Generator) -> Draws:
+    def _draws(self, draws: Draws, varying: NDArray[np.intp], rng: np.random.Generator) -> Draws:
         outputs = self.problem.outputs
         beta = draws.coefficients
         feature, output = np.divmod(beta.indices, outputs)
-        data = beta.data * self.factor[kept[feature]]
+        data = beta.data * self.factor[varying[feature]]
         shape = (beta.shape[0], len(self.factor) * outputs)
-        coefficients = csr_array((data, kept[feature] * outputs + output, beta.indptr), shape=shape)
+        coefficients = csr_array((data, varying[feature] * outputs + output, beta.indptr), shape=shape)
         # One column for each output: the features' centres in the rows of its coefficients.
         centres = np.kron(self.centre[:, None], np.eye(outputs))
         intercept = draws.intercept + self.offset - coefficients @ centres
@@ -273,17 +273,17 @@ def make_design(
     each = np.sqrt(square / number)
     each[each <= 10 * np.finfo(np.float64).eps * np.abs(centre)] = 0.0  # a constant, up to rounding
     deviation = each if factor_of is None else np.sqrt(np.bincount(factor_of, each**2))[factor_of]
-    kept = np.flatnonzero(each)
-    if len(kept) < len(each):
+    varying = np.flatnonzero(each)
+    if len(varying) < len(each):
         _warn_of_constants(labels[each == 0].tolist())
-        features = features[:, kept]
-    divisor = deviation[kept] if standardize else np.ones(len(kept))
+        features = features[:, varying]
+    divisor = deviation[varying] if standardize else np.ones(len(varying))
 
     size = math.sqrt(float(np.average(observations**2, weights=weight))) or 1.0
     width = 1.0 if standardize else math.sqrt(float(np.mean(deviation**2))) or 1.0
     unit = (size if gaussian else _SLAB_UNITS[family]) / width
     gate_of = np.arange(len(each)) if gate_of is None else gate_of
-    gates, number_of = np.unique(gate_of[kept], return_inverse=True)
+    gates, number_of = np.unique(gate_of[varying], return_inverse=True)
     prior = Prior(
         _rate(rate, expected_size, len(gates)),
         slab_scale,
@@ -294,7 +294,7 @@ def make_design(
     _check_scales(prior, size if gaussian else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
     outputs = max(outputs, int(observations.max()) + 1) if family == "categorical" else 1
     root = torch.from_numpy(np.sqrt(rows))
-    sparse = SparseColumns.of(features, centre[kept], divisor, root, square[kept]) if is_sparse else None
+    sparse = SparseColumns.of(features, centre[varying], divisor, root, square[varying]) if is_sparse else None
     if gaussian and weight is not None:
         observations = observations * root.numpy()
     if not is_sparse:
@@ -308,13 +308,13 @@ def make_design(
         prior,
         intercept=fit_intercept and not gaussian,
         outputs=outputs,
-        gate_of=None if len(gates) == len(kept) else torch.from_numpy(number_of),
+        gate_of=None if len(gates) == len(varying) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
         observations=number - fit_intercept if gaussian else None,
         sparse=sparse,
     )
     factor = np.zeros(len(each))
-    factor[kept] = 1 / divisor
+    factor[varying] = 1 / divisor
     return Design(problem, factor, centre, offset, number, gate_of)
 
 

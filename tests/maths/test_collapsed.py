@@ -47,10 +47,8 @@ def in_parts(monkeypatch, regression, width):
     return regression.wide()
 
 
-@pytest.mark.parametrize("batch", [10, 2**24])
-def test_parts_of_a_design(monkeypatch, batch):
+def test_parts_of_a_design(monkeypatch):
     """Each part and the anchors have the odds that they have among all, and so have open gates outside of these."""
-    monkeypatch.setattr(pyro_l0.maths.collapsed, "BATCH", batch)
     regression, z = Regression.drawn(30, 7, 2, rho=0.9), vectors(7)
     design = in_parts(monkeypatch, regression, 2)
     assert design.parts == 4

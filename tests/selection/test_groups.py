@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from scipy.sparse import csr_array
 from sklearn.base import clone
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -227,9 +226,3 @@ def test_frames_of_polars():
     assert second.summary().index.tolist() == first.summary().index.tolist()
     with pytest.raises(ValueError, match=r"\['city'\] hold text; .* cast them to pl.Categorical in polars"):
         SpikeSlabRegressor().fit(text, y)
-
-
-def test_sparse_features_are_refused():
-    x = csr_array(np.eye(1000))
-    with pytest.raises(TypeError, match="dense data is required"):
-        SpikeSlabRegressor().fit(x, np.arange(1000.0))

@@ -27,7 +27,7 @@ from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPoste
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
 _START = 5.0
-_RARE = 1e-12
+_RARE = 1e-12  # least probability of a gate in the distribution that the evidence is bridged to
 _BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and rounds of the estimate
 
 

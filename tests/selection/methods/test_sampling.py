@@ -103,6 +103,7 @@ def test_some_known(prior, sampled):
     assert_close(found, expected, *sampled)
 
 
+@pytest.mark.slow
 def test_subsets_of_features(monkeypatch):
     """Parts of two features and two anchors: probabilities, moments and evidence are those of a sum over all."""
     monkeypatch.setattr(second_order, "_DENSE", 2)
