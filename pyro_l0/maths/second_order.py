@@ -154,9 +154,9 @@ class DesignQuadratic:
 
 
 class SparseColumns:
-    """Columns (x - centre) / divisor of a sparse matrix, times the roots of weights, which are centred by algebra only.
+    """Columns (x - centre) / divisor of a sparse matrix, times the roots of weights, of which few are ever dense.
 
-    Their products are X'WX - s c c', with s the sum of the weights.
+    A product with anything is that of the sparse matrix less that of the centres.
     """
 
     def __init__(self, matrix: Any, centre: Tensor, divisor: Tensor, root: Tensor, square: Tensor) -> None:
@@ -180,17 +180,23 @@ class SparseColumns:
         return SparseColumns(found, self._centre[index], self._divisor[index], self._root, self.square[index])
 
     def __matmul__(self, y: Tensor) -> Tensor:
-        """X'y."""
-        crossed = torch.from_numpy(self._matrix.T @ y.numpy()) - self._centre * (self._root @ y)
-        return crossed / self._divisor
+        """X'y, of a vector or of the columns of a matrix."""
+        crossed = torch.from_numpy(self._matrix.T @ y.numpy())
+        of_centre = self._centre.view(-1, *[1] * (y.dim() - 1)) * (self._root @ y)
+        return (crossed - of_centre) / self._divisor.view(-1, *[1] * (y.dim() - 1))
 
     def products(self, other: SparseColumns) -> Tensor:
-        """Of each column with each of the others, some of which are made dense at a time."""
+        """Of each column with each of the others, some of which are made dense at a time.
+
+        These are centred before the product: both by algebra would lose twice the digits that a large mean takes.
+        """
         step = max(1, BATCH // len(self._root))
-        parts = [self._matrix[:, i : i + step].toarray() for i in range(0, len(self), step)]
-        crossed = torch.cat([torch.from_numpy((other._matrix.T @ part).T) for part in parts])
-        crossed = crossed - self._root.square().sum() * self._centre[:, None] * other._centre
-        return crossed / self._divisor[:, None] / other._divisor
+        parts = []
+        for start in range(0, max(len(self), 1), step):
+            part = self[start : start + step]
+            dense = torch.from_numpy(part._matrix.toarray()) - self._root[:, None] * part._centre
+            parts.append((other @ dense).T / part._divisor[:, None])
+        return torch.cat(parts)
 
 
 def _products(one: Tensor | SparseColumns, other: Tensor | SparseColumns) -> Tensor:
