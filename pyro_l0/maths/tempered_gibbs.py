@@ -111,8 +111,6 @@ _START = 10.0
 _EXPLORED, _EXPLORED_MOST = 5.0, 0.1
 # Bound of the log odds in a draw of the mean field: a surer gate, 6e-6, says no more.
 _SURE = 12.0
-# One step in e^30, 1e13, is never seen. Beyond it the weights of the tempered distribution overflow in float32.
-_NEVER = 30.0
 
 
 @dataclass(frozen=True)
@@ -276,8 +274,8 @@ def sampled_target(
             tried = tried[columns.gates] * columns.times
         logits, rates = target.moved(z, logits, tried, step < warm_up, generator)
         if step >= warm_up:
-            steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits), columns)
-        flipped = _chosen(rates, generator)
+            steps.add(step - warm_up, z, target.hyper, (-rates.log_total).exp(), torch.sigmoid(logits), columns)
+        flipped = _chosen(rates.relative, generator)
         if columns is not None:
             flipped = columns.gates[everyone, flipped]
         z[everyone, flipped] = 1 - z[everyone, flipped]
@@ -285,14 +283,26 @@ def sampled_target(
     return steps.run(same_target)
 
 
-def flip_rates(tried: Tensor, z: Tensor, logits: Tensor) -> Tensor:
-    """v of every gate, ``(S, G)``, from half of how often it is tried; chains sample the target times their sum."""
-    against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
-    return tried * (1 + torch.exp(against))
+class Rates(NamedTuple):
+    """v of every gate; chains sample the target times the sum of these."""
+
+    relative: Tensor  # up to a factor of each chain, shape (S, G)
+    log_total: Tensor  # log of the sum of v, shape (S,)
+
+    @staticmethod
+    def of(tried: Tensor, z: Tensor, logits: Tensor) -> Rates:
+        """From half of how often each gate is tried.
+
+        Log odds of hundreds must not be cut off: the scales move while such a gate is closed, too, by the sum of v.
+        """
+        against = torch.where(tried > 0, (1 - 2 * z) * logits, -math.inf)  # log odds of the other value
+        most = against.amax(1, keepdim=True).clamp(min=0)
+        relative = tried * ((-most).exp() + (against - most).exp())
+        return Rates(relative, relative.sum(1).log() + most[:, 0])
 
 
 _Generator = torch.Generator | None
-_LogitsAndRates = tuple[Tensor, Tensor]
+_LogitsAndRates = tuple[Tensor, Rates]
 
 
 class Columns(NamedTuple):
@@ -340,7 +350,7 @@ class _Fixed(Target):
         return self._collapsed.gibbs_logits(z, self._prior.logits(z))
 
     def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
-        return logits, flip_rates(tried, z, logits)
+        return logits, Rates.of(tried, z, logits)
 
 
 def _seen_mean(running: Tensor, active: Tensor, columns: Columns | None) -> Tensor:
@@ -468,7 +478,7 @@ class ScaleWalk(Target):
     def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         """See ``Target``; moves the chains that ``logits`` saw last."""
         values = z if self.columns is None else self.columns.open.to(z)
-        rates = flip_rates(tried, values, logits)
+        rates = Rates.of(tried, values, logits)
         self._flips += 1
         if not self._unknown or self._flips % self._every:
             return logits, rates
@@ -478,14 +488,16 @@ class ScaleWalk(Target):
         theta = self.hyper.clone()
         theta[:, self._unknown[which]] += length * torch.randn(len(z), generator=generator).to(z)
         new_logits, log_joint = self._at(theta, z)
-        new_rates = flip_rates(tried, values, new_logits)
-        log_ratio = log_joint + new_rates.sum(1).log() - self._log_joint - rates.sum(1).log()
+        new_rates = Rates.of(tried, values, new_logits)
+        log_ratio = log_joint + new_rates.log_total - self._log_joint - rates.log_total
         accept = torch.rand(len(z), generator=generator).to(z).log() < log_ratio
         self.hyper = torch.where(accept[:, None], theta, self.hyper)
         if adapts:
             gain = 2.0 / (1 + turn // len(self._unknown)) ** 0.6
             self._log_steps[which] += gain * (float(log_ratio.exp().clamp(max=1).mean()) - _ACCEPTED)
-        return torch.where(accept[:, None], new_logits, logits), torch.where(accept[:, None], new_rates, rates)
+        relative = torch.where(accept[:, None], new_rates.relative, rates.relative)
+        rates = Rates(relative, torch.where(accept, new_rates.log_total, rates.log_total))
+        return torch.where(accept[:, None], new_logits, logits), rates
 
     def _at(self, theta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """Log odds of the gates, and log p(y, theta | z)."""

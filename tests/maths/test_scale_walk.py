@@ -1,5 +1,6 @@
 """Chains of gates and scales against sums over all gates and a grid of both scales."""
 
+import dataclasses
 import math
 
 import pytest
@@ -55,6 +56,20 @@ def test_averages(unknown):
     assert (error < torch.tensor([0.01, 0.01, 0.01, 0.01, 0.06])).all()  # of gates, noise and slabs
     assert ((found - exact).abs() < 5 * error).all()
     assert (run.active_probs - exact[:3]).abs().max() < 0.03
+
+
+def test_an_effect_beyond_doubt():
+    """The tempered chains close its gate every few flips: the scales must not follow, at any log odds."""
+    strong = dataclasses.replace(REGRESSION, y=REGRESSION.y + 6 * REGRESSION.x[:, 0])
+    start = torch.tensor([-0.2, -0.7], dtype=torch.float64).expand(CHAINS, 2)
+    walk = ScaleWalk(strong.dense(), SPARSE, lambda theta: log_density(theta, strong), start)
+    z = torch.ones(CHAINS, 3, dtype=torch.float64)
+    logits = walk.logits(z)
+    assert logits[:, 0].min() > 60
+    run = sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=600, warm_up=100, generator=seeded(4))
+    exact = expected(torch.cartesian_prod(*[torch.linspace(*axis).double() for axis in RANGES]), strong)
+    found = run.weights @ torch.cat([run.gates.double(), run.hyper], 1)
+    assert ((found - exact).abs() < torch.tensor([1e-6, 0.02, 0.02, 0.02, 0.06])).all(), (found, exact)
 
 
 def test_known_scales_stay():
