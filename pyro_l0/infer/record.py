@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from pyro_l0.fast.switch import is_on
 
-__all__ = ["Record", "Site", "is_deterministic", "is_likelihood", "sample", "sole_record"]
+__all__ = ["Record", "Site", "is_deterministic", "is_drawn", "is_likelihood", "sample", "sole_record"]
 
 Site = Any  # a message of Pyro's
 
@@ -71,10 +71,7 @@ class Record(Messenger):
         self.sites[site["name"]] = site
 
     def sample(self, name: str, fn: Callable[[], Tensor], value: Tensor | None = None, joint: object = None) -> Tensor:
-        """``pyro.sample(name, fn)`` for a latent site when no other handler is active, in a third of the time.
-
-        A value that was drawn elsewhere may be a part of a joint draw of several sites.
-        """
+        """``pyro.sample(name, fn)`` for a latent site when no other handler is active, in a third of the time."""
         other = self._other(name)
         if other is not None:
             value = other["value"]
@@ -111,14 +108,14 @@ def is_deterministic(site: Site) -> bool:
     return bool(site["is_observed"]) and getattr(fn, "_mask", None) is False and isinstance(fn.base_dist, Delta)
 
 
+def is_drawn(site: Site) -> bool:
+    """Whether a recorded site is a sample site, other than that of a plate's rows."""
+    return site["type"] == "sample" and not site_is_subsample(site)
+
+
 def is_likelihood(site: Site) -> bool:
     """Whether a recorded site scores data: it is observed, or a factor."""
-    return (
-        site["type"] == "sample"
-        and bool(site["is_observed"])
-        and not is_deterministic(site)
-        and not site_is_subsample(site)
-    )
+    return is_drawn(site) and bool(site["is_observed"]) and not is_deterministic(site)
 
 
 def sole_record() -> Record | None:

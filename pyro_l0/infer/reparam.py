@@ -101,7 +101,6 @@ def complete_samples(
 
 
 def _dimensions_in_front(sites: Mapping[str, Site], samples: Mapping[str, Tensor]) -> torch.Size:
-    """The dimensions of the draws."""
     missing = [name for name, site in sites.items() if not site["is_observed"] and name not in samples]
     unknown = [name for name in samples if name not in sites]
     if missing or unknown:

@@ -15,13 +15,12 @@ from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine import Trace
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pyro_l0.distributions.gate import find_gate
 from pyro_l0.expect import expect
-from pyro_l0.infer.record import Record, Site, is_likelihood, sole_record
+from pyro_l0.infer.record import Record, Site, is_drawn, is_likelihood, sole_record
 from pyro_l0.infer.slabs import JointSample
 
 __all__ = ["forked_generators", "seeded"]
@@ -159,8 +158,7 @@ def log_prob(site: Site) -> Tensor:
 
 def sample_sites(trace: Trace) -> dict[str, Site]:
     """The sample sites of a run, but for those of plates."""
-    nodes: dict[str, Site] = trace.nodes
-    return {name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)}
+    return {name: site for name, site in trace.nodes.items() if is_drawn(site)}
 
 
 def record_run(
@@ -258,8 +256,7 @@ def over_particles(
 
     ``evaluate`` gives numbers of shape ``()`` by name, from a run of the guide. If ``mapped``, ``torch.vmap`` maps
     guide and model, which are written for one particle and need not broadcast; raises if it can't. The guide may have
-    ``draw_together(number)``, which returns joint samples by site, or None. Each particle has rows of its own in a
-    subsampled plate, but under :class:`~pyro_l0.infer.record.SharedRows`.
+    ``draw_together(number)``, which returns joint samples by site, or None.
     """
     if not mapped:
         found = [evaluate(run_guide()) for _ in range(number)]

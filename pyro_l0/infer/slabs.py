@@ -81,7 +81,6 @@ def alignment_of(
     """How the gates of a slab align with it.
 
     The slab is the model's, the gates are the guide's; their plates in the model tell which dimensions belong together.
-    Gates that fit the slab in no way or in several are refused, and so is an index that is out of range.
     """
     gate_name, index = (gate, None) if isinstance(gate, str) else gate
     slab, plates_of_gates = model[name], model[gate_name]
@@ -129,12 +128,15 @@ def _check_index(name: str, gate: str, index: Tensor, shape: Shape, plates: Site
             f"Expected the index of slab site {name!r} to index the last dimension of gate site {gate!r}, "
             f"of shape {shape}, but got {got}."
         )
-    small = [frame.name for frame in plates["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
+    check_whole(f"gate site {gate!r}, which an index of slab site {name!r} reads,", plates)
+
+
+def check_whole(what: str, site: Site, advice: str = "") -> None:
+    """Refuse a site in a minibatch, which a message calls ``what``."""
+    small = [frame.name for frame in site["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
     if small:
-        raise ValueError(
-            f"Expected gate site {gate!r}, which an index of slab site {name!r} reads, in plates of their full size, "
-            f"but {', '.join(map(repr, small))} is subsampled."
-        )
+        named = ", ".join(map(repr, small))
+        raise ValueError(f"Expected {what} in plates of their full size, but {named} is subsampled{advice}.")
 
 
 def _padded(shape: Shape, dims: int) -> tuple[Shape, Shape]:

@@ -54,8 +54,6 @@ class ElboState(TypedDict):
 
 
 class _Call(NamedTuple):
-    """A model and a guide with their arguments."""
-
     model: Program
     guide: Program
     args: Args
@@ -284,8 +282,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._checked = key
         return self.at_draws != before
 
-    # ------------------------------------------------------------ three ways to a gradient
-
     @property
     def _is_leave_one_out(self) -> bool:
         return self.estimator is not None and self.estimator.name == "leave_one_out"
@@ -296,10 +292,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             return self._leave_one_out(call)
         if self.estimator is not None and torch.is_grad_enabled():
             return self._at_estimator_draws(self.estimator, call)
-        return self._pathwise(call)
-
-    def _pathwise(self, call: _Call) -> _Outcome:
-        """The terms of particles whose draws carry the gradient."""
         runs = list(self._get_traces(*call))  # type: ignore[no-untyped-call]
         return _Outcome(self._mean(self.sum_terms(runs), self.num_particles), runs)
 
@@ -347,8 +339,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         kl_scale = self.kl_scale_now()
         factors = {name: (kl_scale if name in self._kls else 1.0) / particles for name in sums}
         return {name: value if factors[name] == 1.0 else value * factors[name] for name, value in sums.items()}
-
-    # ------------------------------------------------------------ one run
 
     def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Run:
         return self._run(model, record_run(guide, args, kwargs, self.step), args, kwargs)

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from pyro.distributions import Delta, TorchDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
@@ -36,7 +35,7 @@ from pyro_l0.infer.elbo.pairs import (
     check_slabs,
     own_densities,
 )
-from pyro_l0.infer.record import Site
+from pyro_l0.infer.record import Site, is_drawn
 from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, check_used, gate_site
 
 Kind = Literal["observed", "slab", "other", "gates"]
@@ -142,7 +141,7 @@ def site_groups(run: Run, options: Options) -> Iterator[SiteGroup]:
     model, joint_draws = run.model, run.joint_draws
     guide = own_densities(options.slab, model, run.guide)
     run = run._replace(guide=guide)
-    latent = {x: site for x, site in model.items() if _is_drawn(site) and not site["is_observed"]}
+    latent = {x: site for x, site in model.items() if is_drawn(site) and not site["is_observed"]}
     pairs = {name: check_pair(name, site, guide.get(name)) for name, site in latent.items()}
     gates = {name: gate for name, gate in pairs.items() if gate is not None}
     if options.estimator is None:
@@ -151,11 +150,11 @@ def site_groups(run: Run, options: Options) -> Iterator[SiteGroup]:
     check_names(options, gates)
     check_slabs(options.slab, gates, model)
     for name, site in model.items():
-        if _is_drawn(site) and name not in gates:
+        if is_drawn(site) and name not in gates:
             kind: Kind = "observed" if name not in latent else "slab" if name in options.slab else "other"
             yield SiteGroup(kind, (name,), run)
     for name, site in guide.items():
-        if _is_drawn(site) and name not in model:
+        if is_drawn(site) and name not in model:
             check_auxiliary(name, site)
             yield SiteGroup("other", (name,), run)
     check_used(options.slab, {name: gate.batch_shape for name, gate in gates.items()})
@@ -166,10 +165,6 @@ def site_groups(run: Run, options: Options) -> Iterator[SiteGroup]:
     for names in groups.values():
         joint = joint_draws.get(names[0])
         yield SiteGroup("gates", names, run, joint if isinstance(joint, JointDraw) else None)
-
-
-def _is_drawn(site: Site) -> bool:
-    return site["type"] == "sample" and not site_is_subsample(site)
 
 
 _Objective = Any  # the Options; a user's function may ask for an L0_ELBO
@@ -257,7 +252,6 @@ def _square_norms(group: SiteGroup, decays: Sequence[float | Tensor], options: O
 
 
 def _square_norm(name: str, shape: torch.Size, options: Options) -> Tensor:
-    """The squared norms of the weights of one site's gates."""
     if name not in options.square_norm:
         raise ValueError(
             f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
@@ -333,7 +327,10 @@ def _slab_kl(group: SiteGroup, options: Options) -> Tensor:
             f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, as {inner} has no KL for "
             f"each entry of {tuple(q.event_shape)}, but got gates of shape {aligned.shape}. {FACTORISED}."
         )
-    kl = _kl_or_sample(name, inner, inner_prior, group.posterior["value"])
+    kl = _registered_kl(inner, inner_prior)
+    if kl is None:  # unbiased at the draw that the likelihood sees too, as both densities are smooth, unlike a gate's
+        _check_pathwise(name, inner)
+        kl = inner.log_prob(group.posterior["value"]) - inner_prior.log_prob(group.posterior["value"])
     active = aligned.of(gates.active_prob).reshape(aligned.shape[:split])
     return group.total(sum_rightmost(kl * active, q.event_dim - joint))
 
@@ -361,19 +358,6 @@ def _registered_kl(q: Distribution, p: Distribution) -> Tensor | None:
         return kl_divergence(q, p)
     except NotImplementedError:
         return None
-
-
-def _kl_or_sample(name: str, q: Distribution, p: Distribution, value: Tensor) -> Tensor:
-    """KL(q || p) of a variable that is no gate: in closed form if registered, else log q - log p at a draw of q.
-
-    The sampled difference is unbiased, and so is its pathwise gradient, as both densities are smooth: it may be the
-    draw that the likelihood sees too. With a gate's atoms neither would hold.
-    """
-    kl = _registered_kl(q, p)
-    if kl is not None:
-        return kl
-    _check_pathwise(name, q)
-    return q.log_prob(value) - p.log_prob(value)
 
 
 def _check_pathwise(name: str, q: Distribution) -> None:

@@ -144,7 +144,6 @@ def _bounds(site: Site) -> list[Tensor]:
 
 
 def _same(x: Number | None, y: Number | None) -> bool:
-    """Whether two options, each a number or a tensor, are equal."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x.shape == y.shape and torch.equal(x, y)
     return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
@@ -269,8 +268,6 @@ class AutoGate(AutoGuide):
                     sites[key] = nn.ParameterDict({**held, parameter: new})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # ------------------------------------------------------------ set-up
-
     def _prototype_hide_fn(self, msg: Site) -> bool:
         return bool(prototype_hide_fn(msg)) or not (find_gate(msg["fn"]) is not None or self._takes(msg["name"]))
 
@@ -353,8 +350,6 @@ class AutoGate(AutoGuide):
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
         return first_gates(site, self.family, rate, {**inherited, **self.family_options}, self.init_jitter)
 
-    # ------------------------------------------------------------ the guide
-
     def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Sample every site of this guide, given the model's arguments; the draws by site."""
         if self.prototype_trace is None:
@@ -368,7 +363,6 @@ class AutoGate(AutoGuide):
         return self._drawing().draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _drawing(self) -> MeanField | CorrelatedPosterior:
-        """What draws the sites."""
         return self._mean_field
 
     def _share_parameters(self) -> None:
@@ -380,10 +374,7 @@ class AutoGate(AutoGuide):
                 found += [(param_with_module_name(prefix, name), x) for name, x in module.named_parameters()]
         share_with_pyro(found)
 
-    # ------------------------------------------------------------ summaries
-
     def _of_kind(self, kind: type[_Posterior]) -> dict[str, _Posterior]:
-        """The posteriors of one kind, by site."""
         if not self._posteriors and self.prototype_trace is None:
             raise ValueError("The guide has not seen the model yet; call it once with the model's arguments.")
         return {name: posterior for name, posterior in self._posteriors.items() if isinstance(posterior, kind)}

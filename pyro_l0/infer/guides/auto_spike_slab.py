@@ -156,8 +156,6 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             return None
         return first_latents(name, site, name in self.slab, self.init_loc.get(name), self.init_scale)
 
-    # ------------------------------------------------------------ parts that depend on each other
-
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         super()._setup_prototype(*args, **kwargs)
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
@@ -319,8 +317,6 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         if self._joint is None:
             return [{"params": sites, "lr": learning_rate}]
         return self._joint.parameter_groups(sites, learning_rate)
-
-    # ------------------------------------------------------------ summaries
 
     def posterior(self) -> dict[str, GateDistribution]:
         """The posterior gates by site; as in AutoGate if gates do not depend on each other.

@@ -37,7 +37,7 @@ from pyro_l0.infer.guides.mean_field import (
 )
 from pyro_l0.infer.record import Record, Site, is_deterministic
 from pyro_l0.infer.runs import Args, Kwargs, log_prob, sample_sites
-from pyro_l0.infer.slabs import Conditional, GateSite, JointSample, alignment_of, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, JointSample, alignment_of, check_whole, gate_site
 
 _START = 0.2  # standard deviation of the other latents on the real line
 
@@ -287,8 +287,7 @@ def correlated_posterior(
     """The posterior that a guide learns from, for a model with these sites in one run.
 
     ``hyper_names`` are the sites of the other latents; None for all of them, normal ones drawn with the slabs where
-    they can be. Refuses subsampled sites, priors and supports of another kind, and a model in which gates do anything
-    else than to switch slabs, alone or as products of gates.
+    they can be.
     """
     gate_names = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
     slab_names = [name for name in sites if name in slab]
@@ -297,8 +296,8 @@ def correlated_posterior(
     if hyper_names is None:
         slab_names += [name for name in others if _is_effect(name, sites, run_at)]
         hyper_names = [name for name in others if name not in slab_names]
-    for name in (*gate_names, *slab_names, *hyper_names):
-        _check_whole(name, sites[name])
+    for name in (*gate_names, *slab_names, *hyper_names):  # whose posterior would depend on sites that are not drawn
+        check_whole(f"site {name!r}", sites[name], f"; {MEAN_FIELD}")
     gates = Layout({name: sites[name] for name in gate_names})
     rates = [rate for name in hyper_names if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None]
     learned = [name for name in hyper_names if name not in {rate.name for rate in rates}]
@@ -343,16 +342,6 @@ def _held(hyper: Layout, start: Tensor, run: Callable[[Tensor], dict[str, Site]]
         below = [hyper.shapes[x].numel() for x in before if x != name and not _same(log_prob(moved[x]), before[x])]
         held.append(torch.full_like(own, sum(below) > len(own), dtype=torch.bool))
     return torch.cat(held) if held else start.bool()
-
-
-def _check_whole(name: str, site: Site) -> None:
-    """Refuse a site in a minibatch: its posterior would depend on sites that are not drawn."""
-    small = [frame.name for frame in site["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
-    if small:
-        raise ValueError(
-            f"Expected site {name!r} in plates of their full size, but {', '.join(map(repr, small))} is subsampled; "
-            f"{MEAN_FIELD}."
-        )
 
 
 def _conjugate_rate(

@@ -316,10 +316,7 @@ def first_latents(
 
 
 def transform_to_support(name: str, fn: Distribution, is_slab: bool) -> Transform | None:
-    """The map from the real line to a prior's support; None for the real line itself.
-
-    Refuses discrete priors and supports that no map reaches; of slabs also those of numbers that are not independent.
-    """
+    """The map from the real line to a prior's support; None for the real line itself."""
     support: Any = "unknown"
     try:
         support = fn.support

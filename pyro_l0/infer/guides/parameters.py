@@ -47,14 +47,7 @@ class GateGuide(Protocol):
         """
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Keep the units at some positions of some sites; a site that keeps none is removed.
-
-        Args:
-            units: by site, the indices of the units that stay, shape ``(n,)``.
-
-        Returns:
-            For each parameter replaced, the new one (None if its site was removed) and the positions that it holds.
-        """
+        """Keep some units of some sites, with the arguments and results of :meth:`~pyro_l0.infer.AutoGate.keep`."""
 
 
 def check_guide(guide: object, asked: str, *methods: str) -> None:

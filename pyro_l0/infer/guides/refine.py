@@ -119,7 +119,6 @@ def _check_slabs(joint: CorrelatedPosterior) -> None:
 
 
 def _prior(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> SiteGates:
-    """The gates' prior at values of the other latents."""
     rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # ignored
 
     def odds(row: Tensor, gates: Tensor) -> Tensor:
@@ -144,7 +143,6 @@ def _prior(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> SiteGate
 
 
 def _site_at(gates: Layout, position: Tensor) -> str:
-    """The site of the gate at a position."""
     own = gates.positions(position.device)
     return next(name for name, positions in own.items() if bool((positions == position).any()))
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0.distributions.gate import inside_events
@@ -16,7 +15,7 @@ from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.pairs import check_pair
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.refine import is_quadratic
-from pyro_l0.infer.record import Record, Site
+from pyro_l0.infer.record import Record, Site, is_drawn
 from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
 from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
@@ -86,9 +85,9 @@ def log_ratios(
 
 
 def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, GateSite]) -> Tensor:
-    found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and _is_drawn(site)]
+    found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and is_drawn(site)]
     for name, site in model.items():
-        if not _is_drawn(site):
+        if not is_drawn(site):
             continue
         if not site["is_observed"]:
             check_pair(name, site, guide.get(name))
@@ -116,10 +115,6 @@ def _open_log_ratio(name: str, gate: GateSite, model: Mapping[str, Site], guide:
     site = model[name]
     total: Tensor = scale_and_mask(sum_rightmost(ratio, site["fn"].event_dim - joint), site["scale"], site["mask"])
     return total
-
-
-def _is_drawn(site: Site) -> bool:
-    return site["type"] == "sample" and not site_is_subsample(site)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

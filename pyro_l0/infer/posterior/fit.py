@@ -137,8 +137,11 @@ def fit(
     ratios, mapped = log_ratios(model, guide, args, kwargs)
     found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
     for i in range(restarts):
-        if i:
-            _start_anew(guide, start)
+        if i:  # from the start, with normal noise of deviation 1 on the gates' log odds
+            guide.load_state_dict(start)
+            with torch.no_grad():
+                for location in guide.locations():
+                    location.add_(torch.randn_like(location))
         elbo = L0_ELBO(
             "spike_slab",
             slab=guide.slab,
@@ -170,14 +173,6 @@ def fit(
             stacklevel=2,
         )
     return best
-
-
-@torch.no_grad()
-def _start_anew(guide: AutoSpikeSlab, start: dict[str, Tensor]) -> None:
-    """Go back to the start, with normal noise of deviation 1 on the gates' log odds."""
-    guide.load_state_dict(start)
-    for location in guide.locations():
-        location.add_(torch.randn_like(location))
 
 
 def _train(

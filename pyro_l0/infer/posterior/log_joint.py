@@ -8,7 +8,6 @@ from typing import TypeVar
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -23,7 +22,7 @@ from pyro_l0.distributions.gate import GateSupport, find_gate
 from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
-from pyro_l0.infer.runs import sample_sites
+from pyro_l0.infer.runs import log_prob, sample_sites
 from pyro_l0.maths.backend import Context, apply
 
 __all__ = ["MOST_GATES", "LogJoint", "recorded_with_slope"]
@@ -109,10 +108,6 @@ class LogJoint:
         gates: names of the latent gates with atoms.
         latent: the continuous latent sites; ``binary``, those of binary gates.
         codes: all values of the binary gates, shape ``(2 ** n, n)``.
-
-    Raises:
-        ValueError: a latent site is discrete, data are drawn at random, or binary gates are too many or decide what the
-            model runs.
     """
 
     def __init__(self, model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -226,8 +221,7 @@ class _At(Messenger):
         if fixed or not msg["is_observed"]:
             self.values[msg["name"]] = msg["value"]
         if not fixed:
-            log_prob = msg["fn"].log_prob(msg["value"], *msg["args"], **msg["kwargs"])
-            self.log_prob = self.log_prob + scale_and_mask(log_prob, msg["scale"], msg["mask"]).sum()
+            self.log_prob = self.log_prob + log_prob(msg).sum()
 
 
 def _refuse_random_data(plate: Site) -> None:

@@ -101,20 +101,16 @@ def _swap(log_joint: LogJoint, gate: str, slabs: Sequence[GatedSlab], i: int, j:
     vector, code = torch.arange(log_joint.latent.size), torch.arange(log_joint.binary.size)
     signs = torch.ones_like(log_joint.start)
     row, gates = (code, binary[gate]) if gate in binary else (vector, latent[f"{gate}_base"])
-    _exchange(row, gates[[i]], gates[[j]])
+    row[gates[[i]]], row[gates[[j]]] = gates[[j]], gates[[i]]
     numbered = torch.arange(len(gates)).reshape(log_joint.sites[gate]["value"].shape)
     for slab in slabs:
         gate_of_entry = slab.alignment.of(numbered).expand(log_joint.latent.shapes[slab.name]).flatten()
         first, second = (latent[slab.name][gate_of_entry == k] for k in (i, j))
         if len(first) != len(second):
             return None
-        _exchange(vector, first, second)
+        vector[first], vector[second] = second, first
         signs[torch.cat((first, second))] = sign
     return _Swap(vector, code, signs)
-
-
-def _exchange(row: Tensor, first: Tensor, second: Tensor) -> None:
-    row[first], row[second] = second, first
 
 
 Kernel = Literal["nuts", "hmc"] | Callable[..., HMC]
@@ -364,7 +360,6 @@ def _problems(
     moved: Mapping[str, Tensor],
     divergent: float,
 ) -> tuple[str, ...]:
-    """What speaks against a sample, in sentences."""
     apart = {name: x.amax(0) - x.amin(0) for name, x in chain_probs.items()}
     shifts = {name: x.abs() for name, x in moved.items()}
     problems = []

@@ -153,18 +153,8 @@ def gates_within(
 
     A site keeps as many of its highest gates as its minimum before others close, and those that never close. Where it
     has multiples of a number of gates, so many that follow each other are one chunk, which closes and opens as a whole,
-    by the mean of its positions.
-
-    Args:
-        budget: the costs.
-        limits: on their fractions, shape ``(k,)``.
-        positions: by which gates are ranked, all sites side by side, shape ``(n,)``.
-        is_open: the gates that are open now, shape ``(n,)``.
-        coefficients: from :meth:`Budget.coefficients`, taken not long ago; from them follows where to search first.
-        shapes: of the sites.
-
-    Returns:
-        0 or 1 for each gate, shape ``(n,)``.
+    by the mean of its positions. Positions, open gates and the result, 0 or 1, have all sites side by side, shape
+    ``(n,)``; ``limits`` are on fractions of the costs, shape ``(k,)``; recent coefficients say where to search first.
     """
     limits = limits * (1 + _ROUNDING)
     site_of = [site for site, shape in shapes.items() for _ in range(shape.numel())]
@@ -294,7 +284,6 @@ def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
 
 
 def _by_site(name: str, given: Mapping[str, int] | None, smallest: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Numbers by gate site, checked."""
     given = {} if given is None else given
     expect(Mapping, "a dict of numbers by gate site", **{name: given})
     for site, number in given.items():

@@ -70,10 +70,7 @@ _WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
 
 
 class BudgetSchedule:
-    """Phases of a training with gates: they wait until ``start``, the budget falls, it holds from ``reached`` on.
-
-    A network that was not pretrained learns for a while first. The deterministic network is checked at intervals.
-    """
+    """Phases of a training with gates: they wait until ``start``, the budget falls, it holds from ``reached`` on."""
 
     def __init__(self, steps: int, pretrained: bool) -> None:
         expect_count(_LEAST_STEPS, steps=steps)
@@ -376,8 +373,6 @@ class SparsityTarget:
         self._coefficients: Tensor | None = None
         self._shares = torch.zeros(0)
 
-    # ------------------------------------------------------------ state of a run
-
     @property
     def budget(self) -> Tensor:
         """Final budgets, shape ``(k,)``."""
@@ -434,8 +429,6 @@ class SparsityTarget:
             open=opened,
         )
 
-    # ------------------------------------------------------------ steps
-
     @torch.no_grad()
     def add_gradient(self) -> None:
         """Add the penalty's gradient to that of the gates' locations; call it after ``loss.backward()``.
@@ -475,7 +468,11 @@ class SparsityTarget:
         if not self.start <= self.step <= self.steps or not self.guide.locations():
             return
         if self._schedule.is_check(self.step):
-            self._check()
+            self._follow()
+            self._positions.follow()
+            if self.step > self.start:  # where no gate has moved yet, none is better than another
+                self._keep_to_curve()
+            self._take_coefficients()
         if self.reached <= self.step < self.steps:
             positions = self._positions.read()
             # Meanwhile Adam can push a gate by a quarter of that distance, in units of about eight: by less than this.
@@ -485,15 +482,8 @@ class SparsityTarget:
         if self.step == self.steps and self._on_budget is not None:
             self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
 
-    def _check(self) -> None:
-        """Put the deterministic network onto the curve, and let the multiplier follow."""
-        self._follow()
-        self._positions.follow()
-        if self.step > self.start:  # where no gate has moved yet, none is better than another
-            self._keep_to_curve()
-        self._take_coefficients()
-
     def _keep_to_curve(self) -> None:
+        """Put the deterministic network onto the curve, and let the multiplier follow."""
         schedule, interval = self._schedule, self._schedule.interval
         budget = schedule.budget(self.step, self.budget)
         violation = torch.log(self.fraction() / budget)
@@ -525,8 +515,6 @@ class SparsityTarget:
         moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))
         self._positions.write(moved.clamp(LOWEST, HIGHEST))
 
-    # ------------------------------------------------------------ the guide
-
     def _open(self) -> dict[str, Tensor]:
         return {site: gate != 0 for site, gate in self.guide.test_gates().items()}
 
@@ -557,8 +545,6 @@ class SparsityTarget:
         for name in ("_integral", "_of_loss", "_of_penalty"):
             setattr(self, name, getattr(self, name).to(like.device))
         self._coefficients = None
-
-    # ------------------------------------------------------------ resuming
 
     def state_dict(self) -> TargetState:
         """What a resumed run needs, beside the guide's state."""
