@@ -104,8 +104,7 @@ def search(
     """Make a smaller network, as :func:`~pyro_l0.compaction.compact` does, which has the arguments and errors.
 
     Attempts cut less and less, and the first that is certified is returned. With ``keep_gates`` the gates that are not
-    0 stay, to train on, and their values stand for any others. In a trial only outputs are compared. The message of a
-    CompactionError is of the first network that was tried.
+    0 stay, to train on, and their values stand for any others. In a trial only outputs are compared.
     """
     first: CompactionError | None = None
     task = _Task.of(network, gates, example, tolerance, keep_gates=keep_gates, is_trial=is_trial)
@@ -130,13 +129,6 @@ def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -
     except Exception as error:  # of any kind, as the network's own code raises some
         return str(error) or type(error).__name__
     return None
-
-
-def uncut(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> Compacted:
-    """The whole network with fixed gates, and a plan that removes nothing."""
-    task = _Task.of(network, gates, example)
-    opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
-    return task.cut(next(_recordings(network, task.network, example)), opened, False)
 
 
 def _recordings(network: nn.Module, copy: nn.Module, example: Example) -> Iterator[Recording]:
@@ -383,7 +375,9 @@ def compact_or_fix(
     try:
         return compact(network, gates, example), None
     except CompactionError as error:
-        return uncut(network, gates, example), error
+        task = _Task.of(network, gates, example)
+        opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
+        return task.cut(next(_recordings(network, task.network, example)), opened, False), error
 
 
 def _advice(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> str:

@@ -548,7 +548,6 @@ def _change(
 
 
 def _reads_input(recording: Recording, calls: list[Operation]) -> bool:
-    """Whether a gate with these calls alone reads an input of the network."""
     if len(calls) != 1 or not calls[0].value("input").is_input:
         return False
     return sum(calls[0].value("input") in operation.inputs for operation in recording.operations) == 1

@@ -280,23 +280,19 @@ class Shrinker:
                 self.elbo.drop(gone)
                 self.elbo.square_norm = self._norms(self.main.network)
             self._plans.append(plan)
-        self._tell()
-
-    def _norms(self, network: nn.Module) -> dict[str, Callable[[], Tensor]]:
-        """The objective's norms, of the layers of a network."""
-        if self.elbo is None or not self.elbo.square_norm:
-            return {}
-        return square_norms(network, cast(Tensor, self.example))
-
-    def _tell(self) -> None:
         if self.on_shrink is not None:
             self.on_shrink()
         elif distributed.is_available() and distributed.is_initialized():
             warnings.warn(
                 "Expected on_shrink where several processes train: parameters have other shapes now, and a "
                 "DistributedDataParallel made before would leave out a synchronisation; wrap the network anew there.",
-                stacklevel=4,
+                stacklevel=3,
             )
+
+    def _norms(self, network: nn.Module) -> dict[str, Callable[[], Tensor]]:
+        if self.elbo is None or not self.elbo.square_norm:
+            return {}
+        return square_norms(network, cast(Tensor, self.example))
 
 
 @contextmanager

@@ -36,12 +36,10 @@ _held: set[Path] = set()  # by this process, which the kernel gives a lock twice
 
 
 def replace_file(target: Path, data: bytes | memoryview, previous: Path | None = None) -> None:
-    """Put a new file in the place of another, whole or not at all, with its permissions.
+    """Put a new file in the place of another, whole or not at all, as :meth:`Compacted.save` says.
 
-    The file is written beside its place, brought to the disk and renamed; if that fails, the old file is as it was. A
-    symbolic link at that place is replaced and not followed. A process that is killed may leave a file
-    ``.pyro_l0-*.tmp``, which can be deleted. With ``previous`` the old file goes there, and at every moment there is a
-    file at ``target``.
+    The file is written beside its place, brought to the disk and renamed. With ``previous`` the old file goes there,
+    and at every moment there is a file at ``target``.
     """
     old: int | None = None
     with contextlib.suppress(FileNotFoundError):
@@ -259,7 +257,6 @@ def _not_finite(network: nn.Module, state: Mapping[str, Tensor], certificate: fl
 
 
 def _read(path: str | Path) -> tuple[dict[str, Tensor], list[Plan], Certificate]:
-    """The tensors, plans and certificate in a file, checked."""
     file = _file_at(path)
     metadata, state = _open(file)
     if metadata is None or _PLANS not in metadata:
@@ -278,7 +275,6 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], list[Plan], Certificate]
 
 
 def _open(file: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
-    """The header's entries and the tensors of a safetensors file."""
     from safetensors import safe_open
 
     try:

@@ -206,7 +206,6 @@ class _Product(torch.autograd.Function):
 
 
 def _product(factors: Tensor) -> Tensor:
-    """The product over the last dimension."""
     if factors.shape[-1] <= 4:
         return reduce(torch.mul, factors.unbind(-1))
     total: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
@@ -336,7 +335,6 @@ def _multiply_adds(maps: Maps) -> list[tuple[Axis, ...]]:
 
 
 def _examples(recording: Recording) -> int:
-    """The number of examples in a call."""
     return math.prod(recording.calls[0].inputs[0].shape[:1]) if recording.calls[0].inputs else 1
 
 

@@ -85,14 +85,10 @@ class PlainAttention(nn.Module):
 
 
 def _projections(module: nn.MultiheadAttention) -> list[nn.Linear]:
-    """The dense layers of queries, keys and values."""
-    if module.in_proj_weight is not None:
-        weights = module.in_proj_weight.chunk(3)
+    if module.in_proj_weight is None:
+        weights = [module.get_parameter(f"{name}_proj_weight") for name in "qkv"]
     else:
-        assert module.q_proj_weight is not None
-        assert module.k_proj_weight is not None
-        assert module.v_proj_weight is not None
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        weights = list(module.in_proj_weight.chunk(3))
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     return [_dense(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 

@@ -275,7 +275,6 @@ _in_blocks: WeakKeyDictionary[L0Gate, WeakValueDictionary[bytes, Tensor]] = Weak
 
 
 def _random_state(like: Tensor) -> bytes:
-    """The state of the generator on a tensor's device."""
     is_cpu = like.device.type in ("cpu", "meta")
     state = torch.get_rng_state() if is_cpu else torch.get_device_module(like.device).get_rng_state(like.device)
     return bytes(state.numpy().tobytes())
@@ -313,10 +312,7 @@ def _sample(each: Sequence[GateDistribution]) -> tuple[Sequence[Tensor], Tensor 
 
 
 class _CallHook:
-    """Draws the gates of a network once for each of its calls, unless it is compiled.
-
-    Pickles contain the handles, so that after loading torch gives their numbers to no other hook.
-    """
+    """Draws the gates of a network once for each of its calls, unless it is compiled; has handles as GateHook has."""
 
     def __init__(self, network: nn.Module) -> None:
         self.handles = [
@@ -376,7 +372,6 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _processes() -> int:
-    """How many processes train."""
     is_one = torch.compiler.is_compiling() or not (distributed.is_available() and distributed.is_initialized())
     return 1 if is_one else distributed.get_world_size()
 
@@ -449,14 +444,7 @@ class NetworkGates:
         return {site: gate.active_prob for site, gate in self.sites.items()}
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Follow the network after some units of some sites were removed; a site that keeps none is removed.
-
-        Args:
-            units: by site, the indices of the units that stay, shape ``(n,)``.
-
-        Returns:
-            For each parameter replaced, the new one (None if its site was removed) and the indices that it holds.
-        """
+        """Follow the network after units were removed; as :meth:`~pyro_l0.infer.AutoGate.keep`."""
         before = self._held
         self._follow()
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}

@@ -347,10 +347,7 @@ def _attended(maps: Maps) -> set[int]:
 
 
 def _parts(maps: Maps, found: Found) -> tuple[dict[str, int], set[str]]:
-    """By path whose units are parts side by side, such as heads or what is split, a part's size; and composites.
-
-    The units of a composite are parts of others that can have gates: of heads' features, or of another path's units.
-    """
+    """By path whose units are parts side by side, such as heads or what is split, a part's size; and composites."""
     units, parts, composites = maps.slots.units(), dict[str, int](), set[str]()
     roots = {
         path: {maps.slots.root(maps.axes[value][dim].dimension) for value, dim in outputs}
@@ -388,7 +385,7 @@ def _heads(network: nn.Module, calls: Calls) -> dict[str, int]:
             last = maps.slots.root(maps.axes[value][-1].dimension)
             for flat, factors in boxes:
                 if flat == last and len(factors) == 2 and attended.issuperset(factors):
-                    found[path] = _size(maps, shared.get(factors[0], factors[0]))
+                    found[path] = len(maps.slots.units()[shared.get(factors[0], factors[0])])
     return found
 
 
@@ -452,7 +449,6 @@ class Trial:
                 self._refused.update({key: why for site in sites for key in site})
 
     def _refusal(self, sites: Sequence[tuple[Key, ...]]) -> str | None:
-        """Why a network with gates at these sites can't be cut; None if it can."""
         from pyro_l0.compaction.compact import refusal
 
         site_of = {key: site for site in sites for key in site}
@@ -499,12 +495,6 @@ def _together(locations: Iterable[Location]) -> Iterator[list[Location]]:
                 group.append(at)
                 todo += at.coupled
         yield group
-
-
-def _size(maps: Maps, dimension: int) -> int:
-    return next(
-        axis.size for axes in maps.axes.values() for axis in axes if maps.slots.root(axis.dimension) == dimension
-    )
 
 
 def _few(names: tuple[str, ...]) -> str:

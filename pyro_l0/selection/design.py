@@ -157,11 +157,6 @@ class Design:
     observations: float  # their number
     gate_of: NDArray[np.intp]  # which of G gates switches each feature, shape (p,)
 
-    @property
-    def flat_intercept(self) -> bool:
-        """Whether one has been integrated out, which takes an observation."""
-        return self.problem.family == "gaussian" and self.problem.size < self.observations
-
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data; Gaussian intercepts are drawn given the rest."""
         varying = np.flatnonzero(self.factor)
@@ -185,7 +180,8 @@ class Design:
         # One column for each output: the features' centres in the rows of its coefficients.
         centres = np.kron(self.centre[:, None], np.eye(outputs))
         intercept = draws.intercept + self.offset - coefficients @ centres
-        if self.flat_intercept:
+        # A flat intercept that has been integrated out has taken an observation.
+        if self.problem.family == "gaussian" and self.problem.size < self.observations:
             noise = draws.noise_scale / math.sqrt(self.observations)
             intercept = intercept + noise[:, None] * rng.standard_normal(intercept.shape)
         return draws._replace(coefficients=coefficients, intercept=intercept)
@@ -217,31 +213,19 @@ def make_design(
         x: features, shape ``(n, p)``; sparse ones, of a Gaussian regression, stay sparse.
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
         family: distribution of the observations.
-        rate: P(z = 1), or the parameters of its Beta prior; by default it is learned, with the prior of
-            :func:`default_rate`.
-        expected_size: instead of a rate, how many gates are expected to be open: a rate of expected_size / G.
-        slab_scale: standard deviation of the slabs; learned by default, with a half-normal prior whose unit is the
-            deviation of y for a Gaussian regression, 2 for logits and 1 for counts.
-        noise_scale: standard deviation of Gaussian noise; learned by default, with a half-Cauchy prior whose unit is
-            the deviation of y.
-        standardize: divide the features by their standard deviations, so that the slab scale is for features of
-            deviation 1; without an intercept by their root mean squares, as they are not centred then. Otherwise the
-            unit of an unknown slab scale is divided by the root mean square of the features' deviations.
-        fit_intercept: whether the linear predictor has an intercept. For a Gaussian regression its prior is flat and
-            it is integrated out, for others it is normal with a deviation of 10.
+        rate: this, and the three that follow, as for the estimators; a pair are the parameters of a Beta prior.
+        expected_size: of the gates of features that vary, a rate of expected_size / G.
+        slab_scale: for features of deviation 1 if these are standardised.
+        noise_scale: of a Gaussian regression alone.
+        standardize: divide the features by their standard deviations, without an intercept by their root mean squares.
+            Otherwise the unit of an unknown slab scale is divided by the root mean square of their deviations.
+        fit_intercept: whether there is an intercept; that of a Gaussian regression is integrated out.
         gate_of: which gate, of 0 to G - 1, switches each feature, shape ``(p,)``; by default each has its own.
         factor_of: equal numbers for features that are the dummies of one factor, shape ``(p,)``, which are standardised
             by one divisor: the root of their summed variances, so that the factor counts as one feature of deviation 1.
         weight: how many observations each row stands for, shape ``(n,)``, all positive; one by default.
         names: of the features, for messages.
         outputs: number of classes of categorical observations, of which the last may have no row.
-
-    Raises:
-        TypeError: a flag, rate or scale has the wrong type.
-        ValueError: an argument is out of range, or data do not fit one another or the family.
-
-    Warns:
-        UserWarning: features are constant.
     """
     expect(bool | np.bool_, "True or False", standardize=standardize, fit_intercept=fit_intercept)
     expect(Real | tuple | None, "a number or a pair of numbers", rate=rate)
@@ -346,7 +330,6 @@ def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[n
 
 
 def _rate(rate: float | tuple[float, float] | None, expected_size: float | None, p: int) -> float | tuple[float, float]:
-    """The rate, or the parameters of its prior."""
     if rate is not None and expected_size is not None:
         raise ValueError(f"Expected a rate or an expected_size, but got both: {rate} and {expected_size}.")
     if expected_size is not None:
@@ -392,7 +375,6 @@ def _check_scales(prior: Prior, size: float, width: float) -> None:
 
 
 def _warn_of_constants(names: Sequence[str]) -> None:
-    """Name features that do not vary."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     warnings.warn(
         f"Constant features have no effect that could be found: the inclusion probability and the coefficient of "

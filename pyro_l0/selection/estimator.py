@@ -355,13 +355,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return values[:, 0]
 
     def _rows(self) -> pandas.Index:
-        """Names of the rows of the summary."""
         import pandas
 
         return pandas.Index(self._column_names(), name="feature")
 
     def _validated_features(self, x: ArrayLike) -> Array:
-        """Features of new observations."""
         check_is_fitted(self)
         x = tabular(x)
         sparse = "csr" if self._takes_sparse else False

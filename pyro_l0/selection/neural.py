@@ -205,7 +205,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, x: Array, response: Response, y: NDArray[Any]) -> None:
         """Train gates and networks; torch's random numbers are this estimator's own."""
-        networks = make_networks(self.net, response, x.shape[1], min(self.cv, len(x)))
+        networks = [make_network(self.net, response, x.shape[1]) for _ in range(min(self.cv, len(x)))]
         like = next(networks[0].parameters())
         inputs = self._standardised(x).to(like)
         response.to(like)
@@ -227,7 +227,6 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.networks_ = [refit(fit, m, selected, steps=self.max_steps) for m in range(len(networks))]
 
     def _response(self, y: NDArray[Any]) -> Response:
-        """The response of the task that y and ``task`` ask for."""
         kind = type_of_target(y, input_name="y", raise_unknown=True)
         if self.task == "regression" or (self.task == "auto" and kind == "continuous"):
             return NormalResponse(y.astype(np.float64))
@@ -371,19 +370,15 @@ class CrossFit(NamedTuple):
         return self.response.losses(outputs, self.y[rows].flatten())
 
 
-def make_networks(net: Net, response: Response, features: int, count: int) -> list[nn.Module]:
-    """Networks of the same kind, to be trained apart; the default has two hidden layers of 64 units, in float64."""
-    return [_make(net, features, response.outputs) for _ in range(count)]
-
-
-def _make(net: Net, features: int, outputs: int) -> nn.Module:
+def make_network(net: Net, response: Response, features: int) -> nn.Module:
+    """A network to be trained; the default has two hidden layers of 64 units, in float64."""
     if isinstance(net, nn.Module):
         return copy.deepcopy(net)
     if net is not None:
         return net(features)
-    return nn.Sequential(
-        nn.Linear(features, _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, outputs)
-    ).double()
+    first, second = nn.Linear(features, _HIDDEN), nn.Linear(_HIDDEN, _HIDDEN)
+    last = nn.Linear(_HIDDEN, response.outputs)
+    return nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), last).double()
 
 
 def train_gates(fit: CrossFit, *, steps: int) -> Tensor:

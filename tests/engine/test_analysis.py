@@ -139,9 +139,9 @@ def test_what_is_refused():
     recording = record(network, torch.ones(2, 6))
     with pytest.raises(ValueError, match=r"Expected gates of the network, \['1'\], but got '2'"):
         analyse(recording, {"2": torch.ones(8, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"bool for each of 8 gates, but got a torch.float32 of shape \(8,\)"):
+    with pytest.raises(TypeError, match="invert"):
         analyse(recording, {"1": torch.ones(8)})
-    with pytest.raises(ValueError, match=r"bool for each of 8 gates, but got a torch.bool of shape \(7,\)"):
+    with pytest.raises(ValueError, match="broadcast"):
         analyse(recording, {"1": torch.ones(7, dtype=torch.bool)})
 
 

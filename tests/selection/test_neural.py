@@ -26,7 +26,7 @@ from pyro_l0.selection.neural import (
     _least_missed,
     eliminate,
     held_out_losses,
-    make_networks,
+    make_network,
     train_for_subsets,
 )
 
@@ -173,7 +173,7 @@ def test_networks_learn_to_do_without_an_input():
     rows = torch.arange(200)
     folds = [Fold(rows[rows % 2 != m], rows[rows % 2 == m]) for m in range(2)]
     response = NormalResponse(y.numpy()).double()
-    networks = make_networks(None, response, 2, 2)
+    networks = [make_network(None, response, 2) for _ in range(2)]
     fit = CrossFit(networks, response, x, response.encode(y.numpy()), folds)
     train_for_subsets(fit, steps=300)
     for is_open in ([True, False], [False, True], [True, True]):

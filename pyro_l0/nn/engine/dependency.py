@@ -202,8 +202,7 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
     """Find what the entries of a network's tensors depend on, by the rules' answers for open and for closed gates.
 
     What is zero with all gates closed and not with all open depends on the gates that it comes from: a product on
-    each of its factors, and all else on any of its inputs. What is not zero with all gates closed never is.
-    ``make`` makes the statements from what is known with all gates open.
+    each of its factors, and all else on any of its inputs. ``make`` makes the statements from the maps with all open.
     """
     sizes = {site: gate.size for site, gate in gate_names(recording.network).items()}
     ones = {site: torch.ones(size) for site, size in sizes.items()}

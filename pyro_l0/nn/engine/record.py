@@ -184,7 +184,7 @@ def _record(network: nn.Module, example: Example, with_training: bool, recorder:
             for module in own_modules:
                 module.training = training
             args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-            inputs = [recorder.name_input(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            inputs = [recorder.keep(x, is_input=True) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             with recorder, _WholeCalls(recorder):
                 result = network(*args, **kwargs)
             outputs = [recorder.value_of(x) for x in _tensors(result)]
@@ -296,20 +296,17 @@ class _Recorder(TorchDispatchMode):
         if value is None:
             names = tuple(self._names.get(id(tensor), ()))
             others = [x for x in self._beside(tensor) if x is not tensor]
-            value = self._keep(tensor, names=names, is_given=not names)
+            value = self.keep(tensor, names=names, is_given=not names)
             self.named.update(dict.fromkeys(names, value))
             if others and not names:  # a view that no operation was seen to make
                 value.is_given = False
                 self._write_spread([self._values[id(x)] for x in others], [value])
         return value
 
-    def name_input(self, tensor: Tensor) -> Value:
-        """The value of an input of the network."""
-        return self._keep(tensor, is_input=True)
-
-    def _keep(
+    def keep(
         self, tensor: Tensor, names: tuple[str, ...] = (), is_input: bool = False, is_given: bool = False
     ) -> Value:
+        """A new value of a tensor."""
         value = Value(tuple(tensor.shape), tensor.dtype, tensor, names, is_input, is_given=is_given)
         self._values[id(tensor)] = value
         address = _address(tensor)
@@ -325,7 +322,7 @@ class _Recorder(TorchDispatchMode):
         self, name: str, function: _Function, given: _Arguments, arguments: dict[str, object], result: object
     ) -> None:
         results = result if isinstance(result, (tuple, list)) else [result]
-        outputs = tuple(self._keep(x) if isinstance(x, Tensor) else None for x in results)
+        outputs = tuple(self.keep(x) if isinstance(x, Tensor) else None for x in results)
         args, kwargs = given
         self.operations.append(Operation(name, function, args, kwargs, arguments, outputs, self._paths[-1]))
 
@@ -336,7 +333,7 @@ class _Recorder(TorchDispatchMode):
         tensors = [x for x in changed.values() if id(x) not in returned]
         if tensors:
             before = [self._values[id(x)] for x in tensors] + [self._values[id(x)] for x in tree_leaves(result)]
-            self._write_spread(before, [self._keep(x) for x in tensors])
+            self._write_spread(before, [self.keep(x) for x in tensors])
 
     def _write_spread(self, before: Sequence[Value], outputs: Sequence[Value]) -> None:
         operation = Operation(WRITE, _no_function, tuple(before), {}, {}, tuple(outputs), self._paths[-1])
@@ -446,15 +443,12 @@ def _of_python(function: Callable[..., object]) -> _Signature:
     return [(x.name, x.default) for x in inspect.signature(function).parameters.values()]
 
 
-_MATMUL = ("aten::matmul", _signature("self other"))
 _SPLIT = _signature("input indices_or_sections dim", 0)
 _ATTENTION = _signature("query key value attn_mask dropout_p is_causal scale enable_gqa")
 # By function, the name of its rule and the names of its arguments.
 _WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
     F.linear: ("aten::linear", _signature("input weight bias")),
-    torch.matmul: _MATMUL,
-    Tensor.matmul: _MATMUL,
-    Tensor.__matmul__: _MATMUL,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), ("aten::matmul", _signature("self other"))),
     torch.einsum: ("aten::einsum", []),
     F.scaled_dot_product_attention: ("aten::scaled_dot_product_attention", _ATTENTION),
     F.rms_norm: ("aten::rms_norm", _of_python(F.rms_norm)),
@@ -496,7 +490,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _tensors(result: object) -> list[Tensor]:
-    """The tensors among what a network returned."""
     if hasattr(result, "to_tuple"):
         result = result.to_tuple()
     if isinstance(result, Tensor):

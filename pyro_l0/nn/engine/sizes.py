@@ -55,10 +55,7 @@ class Notes(list["Comparison"]):
 
 
 class Held(int):
-    """An integer that a module holds or that is a size of a tensor, or a sum, product, quotient, ... of such.
-
-    It is an integer like any other. Its notes say what it is compared with and where its value matters.
-    """
+    """An integer that a module holds or that is a size of a tensor, or a sum, product, quotient, ... of such."""
 
     notes: Notes
     parts: tuple[Any, ...]  # its source; or a function and two integers

@@ -124,7 +124,6 @@ class NormalForms(Statements):
         return self._clauses[statement]
 
     def gate(self, gate: int) -> int:
-        """That one gate is open."""
         return self.number([frozenset({gate})])
 
     def number(self, clauses: Iterable[Clause]) -> int:
@@ -139,7 +138,6 @@ class NormalForms(Statements):
         return self._numbers[key]
 
     def both(self, one: int, other: int) -> int:
-        """That two statements hold."""
         if one == other or TRUE in (one, other) or FALSE in (one, other):
             return FALSE if FALSE in (one, other) else max(one, other)
         key = (one, other) if one < other else (other, one)
@@ -148,7 +146,6 @@ class NormalForms(Statements):
         return self._both[key]
 
     def some(self, statements: Iterable[int]) -> int:
-        """That one of several statements holds."""
         given = frozenset(statements) - {FALSE}
         if TRUE in given:
             return TRUE
@@ -167,7 +164,6 @@ class NormalForms(Statements):
         return reduce(int.__and__, map(self._cases_of, self._clauses[statement]), (1 << _CASES) - 1)
 
     def _cases_of(self, clause: Clause) -> int:
-        """The cases in which a clause holds."""
         if clause not in self._cases:
             self._cases[clause] = reduce(int.__or__, map(self._cases_of_literal, clause), 0)
         return self._cases[clause]
@@ -236,7 +232,6 @@ class NormalForms(Statements):
         return self._clauses[self.of_literals[literal - self._gates]]
 
     def _follows(self, clause: Clause, others: Set[Clause]) -> bool:
-        """Whether a clause follows from one of others."""
         asked, implying = self._implied.setdefault(clause, (set(), set()))
         new = others - asked
         asked |= new
@@ -287,19 +282,15 @@ class TruthTables(Statements):
                 self._gates[gate] = self._gates.get(gate, whole) & ~(1 << case)
 
     def gate(self, gate: int) -> int:
-        """That one gate is open."""
         return self._number(self._gates.get(gate, self._cases[TRUE]))
 
     def both(self, one: int, other: int) -> int:
-        """That two statements hold."""
         return self._number(self._cases[one] & self._cases[other])
 
     def some(self, statements: Iterable[int]) -> int:
-        """That one of several statements holds."""
         return self._number(reduce(int.__or__, (self._cases[x] for x in statements), 0))
 
     def implies(self, one: int, other: int) -> bool:
-        """Whether one statement holds in no case in which the other does not."""
         return not self._cases[one] & ~self._cases[other]
 
     def holds(self, statement: int, case: int) -> bool:

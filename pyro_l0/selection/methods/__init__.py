@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import tempered_posterior
@@ -15,11 +15,7 @@ __all__ = ["METHODS", "find_posterior"]
 _FEW_GAUSSIAN, _FEW, _SHORT = 15, 8, 1000
 
 
-class _Method(Protocol):
-    def __call__(self, problem: Problem, *, draws: int, seed: int) -> SelectionPosterior: ...
-
-
-METHODS: dict[str, _Method] = {
+METHODS: dict[str, Callable[..., SelectionPosterior]] = {
     "enumerate": enumerate_posterior,
     "tempered": tempered_posterior,
 }

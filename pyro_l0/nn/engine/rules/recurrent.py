@@ -88,7 +88,6 @@ def _count(maps: Maps, operation: Operation, weights: Sequence[Value]) -> None:
 
 
 def _chunks(length: int, size: int) -> list[Index]:
-    """The entries of each chunk of ``size``."""
     return list(np.arange(length).reshape(-1, size))
 
 
