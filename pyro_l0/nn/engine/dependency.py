@@ -208,7 +208,9 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
     ones = {site: torch.ones(size) for site, size in sizes.items()}
     opened = analyse(recording, {}, ones).maps
     all_closed = analyse(recording, {site: torch.ones(size, dtype=torch.bool) for site, size in sizes.items()}, ones)
-    _forget_what_stayed(all_closed.maps)
+    for layer in all_closed.maps.constant_inputs:  # read only if no bias can absorb it, whatever becomes empty
+        layer.reads[layer.candidates] = False
+    choose_constants(all_closed.maps)
     statements = make(opened)
     gates, number = dict[str, Index](), 0
     for site, size in sizes.items():
@@ -233,13 +235,6 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
         remaining.add(units[read.axes[0].dimension], entries)
     remaining.solve(opened, gates)
     return Dependencies(statements, sizes, opened, units, remaining.stays)
-
-
-def _forget_what_stayed(maps: Maps) -> None:
-    """Let layers read only the constants that no bias can absorb, not those that keep a dimension from being empty."""
-    for layer in maps.constant_inputs:
-        layer.reads[layer.candidates] = False
-    choose_constants(maps)
 
 
 class _Remaining:
