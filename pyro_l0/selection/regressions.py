@@ -233,8 +233,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         if is_separated and largest > _WIDE:
             warnings.warn(
                 f"The coefficients separate the classes, with log odds of up to {largest:.0f}: only the slab bounds "
-                "them, and their means may be a fifth too large, though inclusion probabilities are right. Set a "
-                "smaller slab_scale, such as 2.",
+                "them, and by Laplace's approximation their means may be a fifth too large, and inclusion "
+                "probabilities of three or more classes .1 off. Set a smaller slab_scale, such as 2.",
                 stacklevel=3,
             )
 
