@@ -296,8 +296,9 @@ class Rates(NamedTuple):
         Log odds of hundreds must not be cut off: the scales move while such a gate is closed, too, by the sum of v.
         """
         against = torch.where(tried > 0, (1 - 2 * z) * logits, -math.inf)  # log odds of the other value
-        most = against.amax(1, keepdim=True).clamp(min=0)
-        relative = tried * ((-most).exp() + (against - most).exp())
+        # Gates that are always open have infinite log odds.
+        most = against.amax(1, keepdim=True).clamp(0, torch.finfo(against.dtype).max)
+        relative = tried * ((-most).exp() + (against.minimum(most) - most).exp())
         return Rates(relative, relative.sum(1).log() + most[:, 0])
 
 

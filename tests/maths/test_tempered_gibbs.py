@@ -7,7 +7,13 @@ import torch
 
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.second_order import DenseQuadratic
-from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, GibbsRun, collapsed_mean_field, tempered_gibbs
+from pyro_l0.maths.tempered_gibbs import (
+    BetaBinomialGates,
+    GibbsRun,
+    IndependentGates,
+    collapsed_mean_field,
+    tempered_gibbs,
+)
 from tests.maths.spike_and_slab import Regression, active_probs, prior, seeded, vectors
 
 SPARSE = prior(0.2)
@@ -160,3 +166,14 @@ def test_a_chain_without_weight():
     moved = run.reweighted(lambda z: torch.where(z[:, 0], 0.0, -math.inf))
     assert moved.active_probs.tolist() == [1.0, 0.0]
     assert torch.isfinite(moved.chain_active_probs).all()
+
+
+def test_a_gate_that_is_always_open():
+    """Its log odds are infinite, and chains may start with it closed; the others are as if it were there."""
+    regression = Regression.drawn(20, 3, 8)
+    collapsed = CollapsedQuadratic(regression.dense(), 0.5)
+    always = IndependentGates(torch.tensor([math.inf, 0.0, -1.0], dtype=torch.float64))
+    run = tempered_gibbs(collapsed, always, start=torch.zeros(16, 3), generator=seeded(1))
+    z = vectors(3)[4:]
+    expected = active_probs(collapsed.log_evidence(z) + always.log_prob(z), z)
+    assert (run.active_probs - expected).abs().max() < 0.01

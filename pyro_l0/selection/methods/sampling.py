@@ -43,7 +43,9 @@ class Effort(NamedTuple):
         """For p features; beyond some hundred, a flip takes time in proportion to p."""
         if p <= 50:
             return Effort(64, 600, 2)
-        return Effort(24, 600, 3) if p <= 2000 else Effort(20 if p <= 20_000 else 12, 1000, 3)
+        if p <= 2000:
+            return Effort(24, 600, 3)
+        return Effort(20, 1200, 3) if p <= 20_000 else Effort(12, 1000, 3)
 
 
 def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Generator) -> GibbsRun:
