@@ -23,7 +23,7 @@ from pyro_l0.selection.methods.grid import (
 )
 from pyro_l0.selection.problem import Draws, Problem
 
-__all__ = ["LaplaceEvidence", "LaplaceFit", "Likelihood", "likelihood_of"]
+__all__ = ["LaplaceEvidence", "LaplaceFit", "Likelihood", "likelihood_of", "weighted_design"]
 
 
 class Likelihood(Protocol):
@@ -108,6 +108,13 @@ def likelihood_of(problem: Problem) -> Likelihood:
     if problem.family == "categorical":
         return CategoricalLikelihood(y, weight, problem.outputs)
     return BernoulliLikelihood(y, weight) if problem.family == "bernoulli" else PoissonLikelihood(y, weight)
+
+
+def weighted_design(curvature: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Roots R of curvatures, shape ``(n, K, K)``, and R' X by features of shape ``(n, p)``, shape ``(n K, p K)``."""
+    values, vectors = torch.linalg.eigh(curvature)
+    root = vectors * values.clamp(min=0).sqrt()[:, None, :]
+    return root, torch.einsum("nki,nj->nijk", root, x).reshape(root.shape[0] * root.shape[1], -1)
 
 
 # A Newton step that would gain so little is the last one: the mode is 3e-3 of a deviation away before it.

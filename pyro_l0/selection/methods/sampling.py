@@ -6,22 +6,22 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.second_order import Quadratic, quadratic_of
+from pyro_l0.maths.second_order import BATCH, Quadratic, quadratic_of
 from pyro_l0.maths.tempered_gibbs import (
     GibbsRun,
     IndependentGates,
     ScaleWalk,
-    counted,
     sampled_on_expansions,
     sampled_target,
 )
-from pyro_l0.selection.methods.augmentation import AugmentedChains, is_augmented, standard_error
+from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of, weighted_design
 from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
@@ -140,10 +140,8 @@ def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor
     """
     x, outputs = problem.x, problem.outputs
     slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
-    values, vectors = torch.linalg.eigh(curvature)
-    root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # F
+    root, design = weighted_design(curvature, x)
     residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
-    design = torch.einsum("nki,nj->nijk", root, x).reshape(len(x) * outputs, -1)
     linear = (x.T @ residual).flatten()
     # The mean of the intercepts where all coefficients are zero, and by how much it falls with each coefficient.
     intercept, falls = x.new_zeros(outputs), x.new_zeros(outputs, design.shape[1])
@@ -170,79 +168,12 @@ def gate_of(problem: Problem) -> Tensor | None:
     return problem.switched(torch.arange(problem.gates)).repeat_interleave(problem.outputs)
 
 
-_EVERY = 3  # rounds from one proposal of the slab scale to the next
-_STEP = 0.4  # of its logarithm
-
-
-class LaplaceChains(NamedTuple):
-    """What chains visited."""
-
-    gates: Tensor  # bool, shape (rounds, chains, G)
-    log_slab: Tensor  # log slab scales, shape (rounds, chains)
-
-    def standard_error(self) -> Tensor:
-        """Of the mean gates, shape ``(G,)``."""
-        return standard_error(self.gates.double())
-
-
-class _Point(NamedTuple):
-    """Where the chains are: log density, the log odds of each gate's other value, and the log of the sum of g."""
-
-    log_density: Tensor
-    against: Tensor
-    log_total: Tensor
-
-    def where(self, taken: Tensor, other: _Point) -> _Point:
-        """The other one for some chains."""
-        return _Point(
-            torch.where(taken, other.log_density, self.log_density),
-            torch.where(taken[:, None], other.against, self.against),
-            torch.where(taken, other.log_total, self.log_total),
-        )
-
-
-def laplace_chains(
-    evidence: LaplaceEvidence, walk: _Walk, z: Tensor, log_slab: Tensor, rounds: int, generator: torch.Generator
-) -> LaplaceChains:
-    """Run chains side by side, from gates of shape ``(chains, G)`` and log slab scales, with a walk on an expansion."""
-    prior = evidence.problem.prior
-
-    def at(z: Tensor, log_slab: Tensor) -> _Point:
-        theta = torch.stack([torch.zeros_like(log_slab), log_slab], 1)
-        logits = walk.collapsed(theta).gibbs_logits(z.double(), walk.prior.logits(z.double()))
-        against = torch.where(z, -logits, logits)
-        density = evidence.fit(z, log_slab.exp(), walk.means).log_evidence + walk.prior.log_prob(z)
-        return _Point(density + prior.log_slab(log_slab), against, torch.sigmoid(against).sum(1).log())
-
-    def accepted(log_ratio: Tensor) -> Tensor:
-        return torch.rand(len(z), generator=generator, dtype=log_ratio.dtype).log() < log_ratio
-
-    point = at(z, log_slab)
-    gates, slabs = [], []
-    for turn in counted(rounds, "rounds of chains on the Laplace evidence"):
-        flip = torch.multinomial(torch.sigmoid(point.against), 1, generator=generator)
-        new = z.scatter(1, flip, ~z.gather(1, flip))
-        there = at(new, log_slab)
-        odds = point.against.gather(1, flip)[:, 0]
-        taken = accepted(there.log_density - point.log_density - odds + point.log_total - there.log_total)
-        z, point = torch.where(taken[:, None], new, z), point.where(taken, there)
-        if prior.slab_scale is None and turn % _EVERY == 0:
-            moved = log_slab + _STEP * torch.randn(len(z), generator=generator, dtype=log_slab.dtype)
-            there = at(z, moved)
-            taken = accepted(there.log_density - point.log_density)
-            log_slab, point = torch.where(taken, moved, log_slab), point.where(taken, there)
-        gates.append(z)
-        slabs.append(log_slab)
-    return LaplaceChains(torch.stack(gates), torch.stack(slabs))
-
-
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
-_CHAINS = 64  # beyond the expansion
+_CHAINS = 64  # on the exact posterior; fewer where their second derivatives fill the memory
 _PRECISE = 0.012  # standard error above which augmented chains follow, and up to which they run
-# Their proposals: of the warm-up and of the first run, which is doubled so often at most; fewer where a gate vector
-# has more numbers in its Hessians.
-_EXPANDED_ROUNDS, _FEWEST_ROUNDS, _DOUBLINGS, _WORK = 150, 20, 3, 2**24
+_ENOUGH = 0.015  # up to which jumping chains run
+_SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 _NODES = 50  # of the slab scale's logarithm, over e^10 below its unit to e^2 above
 
 
@@ -252,7 +183,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
     chains find, which run for a third of the effort. Draws of the last chains are re-weighted by the Laplace evidence
     of their gates and slab scales. Where that leaves a standard error above ``_PRECISE``, augmented chains continue a
-    logistic regression; where it is above ``MOST_ERROR``, chains on the Laplace evidence itself continue others.
+    logistic regression; where it is above ``MOST_ERROR``, jumping chains continue others.
     """
 
     def sampled(walk: _Walk, share: float) -> GibbsRun:
@@ -280,17 +211,20 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     log_evidence = chain_evidence(_log_marginal(walk, problem.prior), walk, run, generator)
     log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
     which = resampled(weights, draws, generator)
-    if error.max() > _PRECISE and is_augmented(problem):
-        start = which[torch.arange(_CHAINS) % draws]
-        augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
-        return augmented.posterior(log_evidence, draws, _PRECISE)
-    if error.max() > MOST_ERROR:
-        chains = _continued(evidence, walk, z[:_CHAINS], slab[:_CHAINS].log(), generator)
-        active_probs, error = chains.gates.double().mean((0, 1)), chains.standard_error()
-        some = torch.randperm(chains.log_slab.numel(), generator=generator)[:_DRAWS]
-        z, slab = chains.gates.flatten(0, 1)[some], chains.log_slab.flatten()[some].exp()
-        fit, weights = evidence.fit(z, slab, walk.means), torch.full_like(slab, 1 / len(slab))
-        which = resampled(weights, draws, generator)
+    is_logistic = is_augmented(problem)
+    if error.max() > (_PRECISE if is_logistic else MOST_ERROR):
+        if is_logistic:
+            start = which[torch.arange(_CHAINS) % draws]
+            augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
+            return augmented.posterior(log_evidence, draws, _PRECISE)
+        chains = max(8, min(_CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
+        # Those of the expansion: of draws that are this uncertain, few have all the weight.
+        found = evidence.draws_of(fit, torch.arange(chains), generator)
+        beta = torch.from_numpy(np.hstack([found.coefficients.toarray(), found.intercept]))
+        often = (active_probs * (1 - active_probs) + _SELDOM).sqrt()
+        beta = beta[:, : (problem.x.shape[1] + problem.intercept) * problem.outputs]
+        jumping = JumpingChains(problem, z[:chains], slab[:chains].log(), beta, often, generator)
+        return jumping.posterior(log_evidence, draws, _ENOUGH)
     moments = fit.moments(weights, problem.x.shape[1])
     return SelectionPosterior.of(
         active_probs,
@@ -299,22 +233,6 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         evidence.draws_of(fit, which, generator),
         error,
     )
-
-
-def _continued(
-    evidence: LaplaceEvidence, walk: _Walk, z: Tensor, log_slab: Tensor, generator: torch.Generator
-) -> LaplaceChains:
-    """Chains on the Laplace evidence, run until their standard error is small enough, or ``_DOUBLINGS`` times."""
-    problem = evidence.problem
-    entries = problem.size * (problem.outputs * (1 + float(problem.switched(z).sum(1).double().mean()))) ** 2
-    rounds = max(_FEWEST_ROUNDS, min(_EXPANDED_ROUNDS, int(_WORK / entries)))
-    for doubling in range(_DOUBLINGS + 1):
-        chains = laplace_chains(evidence, walk, z, log_slab, rounds, generator)
-        if doubling and chains.standard_error().max() <= MOST_ERROR:  # the first ones warm up
-            break
-        rounds *= 1 + bool(doubling)
-        z, log_slab = chains.gates[-1], chains.log_slab[-1]
-    return chains
 
 
 class _Walk(ScaleWalk):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from pyro_l0.selection.design import make_design
-from pyro_l0.selection.methods import augmentation
-from pyro_l0.selection.methods.augmentation import AugmentedChains, is_augmented
+from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.exact_chains import AugmentedChains, is_augmented
 from tests.maths.spike_and_slab import seeded
 
 
@@ -17,17 +17,16 @@ def labels(n, p, seed):
     return x, (1.5 * x[:, 0] - x[:, 1] + rng.logistic(size=n) > 0).astype(float)
 
 
-def sampled(problem, seed=1, chains=32):
+def sampled(problem, seed=1, size=32):
     generator = seeded(seed)
-    z = torch.zeros(chains, problem.gates, dtype=torch.bool)
-    start = torch.full((chains,), problem.prior.slab_scale or 1.0, dtype=torch.float64).log()
+    z = torch.zeros(size, problem.gates, dtype=torch.bool)
+    start = torch.full((size,), problem.prior.slab_scale or 1.0, dtype=torch.float64).log()
     return AugmentedChains(problem, z, start, generator).posterior(0.0, 2000, 0.0)
 
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(augmentation, "_ROUNDS", 2)
-    monkeypatch.setattr(augmentation, "_ROUND", 50)
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 2)
 
 
 @pytest.mark.parametrize("groups", [None, np.array([0, 1, 1, 2])])
@@ -62,7 +61,7 @@ def test_separated_labels_by_quadrature(short):
     density = log_density.exp()
     evidence = float(density.sum() * (beta[1] - beta[0])) / (10 * np.sqrt(2 * np.pi)) / 0.5**8
     mean = float((density * beta).sum() / density.sum())
-    found = sampled(problem.problem, chains=100)
+    found = sampled(problem.problem, size=100)
     active = evidence / (1 + evidence)
     assert abs(found.active_probs[0] - active) < 5 * found.standard_error[0] + 1e-3
     assert found.mean[0, 0] == pytest.approx(active * mean, rel=0.05)

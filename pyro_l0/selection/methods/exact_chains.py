@@ -1,0 +1,483 @@
+"""Chains on the exact posterior: of logistic regressions by Polya-Gamma augmentation, of any other by jumps."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from scipy.sparse import csr_array
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pyro_l0.maths.second_order import STORED, open_positions, quadratic_of
+from pyro_l0.maths.tempered_gibbs import counted
+from pyro_l0.selection.methods.laplace_evidence import likelihood_of, weighted_design
+from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
+
+__all__ = ["AugmentedChains", "JumpingChains", "draw_polya_gamma", "is_augmented", "standard_error"]
+
+_ROUNDS = 24  # of sweeps, at most
+
+
+def standard_error(record: Tensor) -> Tensor:
+    """Of the mean of gates or of their probabilities, shape ``(rounds, chains, G)``: by how much chains differ.
+
+    It is larger where all of them drift: where halves differ more, over all gates, than chains explain.
+    """
+    of_chains = record.mean(0).var(0) / record.shape[1]
+    of_halves = torch.stack([half.mean((0, 1)) for half in record.chunk(2)]).var(0) / 2
+    drift = of_halves.sum() / of_chains.sum().clamp(min=torch.finfo(record.dtype).tiny)
+    return (of_chains * drift.clamp(min=1.0)).sqrt()
+
+
+class ExactChains(ABC):
+    """Chains side by side, from gates of shape ``(chains, G)`` and log slab scales of shape ``(chains,)``.
+
+    The coefficients ``beta`` have the shape ``(chains, p K)``, then K of an intercept; they are zero behind closed
+    gates.
+    """
+
+    sweeps: int  # between two looks at the error
+    warm_up: float  # share of all sweeps
+
+    def __init__(self, problem: Problem, z: Tensor, log_slab: Tensor, generator: torch.Generator) -> None:
+        x = problem.x
+        self._problem, self._generator = problem, generator
+        self._switched = x.shape[1] * problem.outputs
+        self._x = torch.cat([x, x.new_ones(len(x), int(problem.intercept))], 1)
+        self._members, self._valid = open_positions(problem.switched(torch.eye(problem.gates, dtype=torch.bool)))
+        self._prior = problem.prior.gates()
+        self._chains = torch.arange(len(z))
+        self.z, self.log_slab = z, log_slab
+        self.beta = x.new_zeros(len(z), self._x.shape[1] * problem.outputs)
+
+    def posterior(self, log_evidence: float, draws: int, error: float) -> SelectionPosterior:
+        """Sweep until no standard error is larger than ``error``, or ``_ROUNDS`` times a round."""
+        record: list[tuple[Tensor, ...]] = []
+        for rounds in range(1, _ROUNDS + 1):
+            record += [self._sweep() for _ in counted(self.sweeps, "sweeps of exact chains")]
+            used = record[int(self.warm_up * len(record)) :]
+            probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
+            found = standard_error(probs)
+            if rounds > 3 and found.max() <= error:
+                break
+        z, log_slab, beta, mean, variance = (part.flatten(0, 1) for part in others)
+        which = torch.randint(len(z), (draws,), generator=self._generator)
+        moments = mean.mean(0), (mean.square() + variance).mean(0)
+        outputs, switched = self._problem.outputs, self._switched
+        return SelectionPosterior.of(
+            probs.mean((0, 1)),
+            (moments[0][:switched].view(-1, outputs), moments[1][:switched].view(-1, outputs)),
+            log_evidence,
+            Draws(
+                csr_array(beta[which, :switched].numpy()),
+                pad(beta[which, switched:], (0, outputs))[:, :outputs].numpy(),
+                log_slab[which].exp().numpy(),
+                torch.full((draws,), math.nan).numpy(),
+                self._problem.prior.draw_rate(z[which], self._generator),
+            ),
+            found,
+        )
+
+    @abstractmethod
+    def _sweep(self) -> tuple[Tensor, ...]:
+        """Move everything once: active probabilities on the way; at the end gates, slab scale and coefficients.
+
+        Means and variances of the coefficients, given all that was not integrated out, come last.
+        """
+
+    def _open(self, z: Tensor) -> Tensor:
+        """Which features there are, the constant one of the intercept included."""
+        return pad(self._problem.switched(z), (0, int(self._problem.intercept)), value=True)
+
+    def _uniform(self) -> Tensor:
+        return torch.rand(len(self.z), generator=self._generator, dtype=torch.float64)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(len(self.z), *shape, generator=self._generator, dtype=torch.float64)
+
+
+_AUGMENTED_STEP = 0.5  # of the slab scale's logarithm
+
+
+def is_augmented(problem: Problem) -> bool:
+    """Whether a problem is a logistic regression with whole weights whose products of two features fit in memory."""
+    if problem.family != "bernoulli":
+        return False
+    rows = len(problem.y) if problem.weight is None else float(problem.weight.sum())
+    is_whole = problem.weight is None or bool((problem.weight == problem.weight.floor()).all())
+    return is_whole and rows * (problem.x.shape[1] + 1) ** 2 <= 2 * STORED
+
+
+class AugmentedChains(ExactChains):
+    """Gibbs sampling of logistic regressions (Polson, Scott and Windle 2013, arXiv:1205.0310, section 3.1).
+
+    Given a Polya-Gamma variable for each observation, the log likelihood is quadratic, so that the coefficients are
+    integrated out for moves of the slab scale and of the gates. All log odds of the gates come from one matrix: that of
+    the quadratic, with the open coefficients swept out (Goodnight 1979). A flip sweeps one more, or takes one back.
+    """
+
+    sweeps, warm_up = 50, 0.25
+
+    def __init__(self, problem: Problem, z: Tensor, log_slab: Tensor, generator: torch.Generator) -> None:
+        if problem.weight is not None:
+            x, y = (part.repeat_interleave(problem.weight.long(), 0) for part in (problem.x, problem.y))
+            problem = replace(problem, x=x, y=y, weight=None)
+        super().__init__(problem, z, log_slab, generator)
+        self._linear = self._x.T @ (problem.y - 0.5)
+        self._upper = torch.triu_indices(*[self._x.shape[1]] * 2)
+        self._products = self._x[:, self._upper[0]] * self._x[:, self._upper[1]]
+
+    def _sweep(self) -> tuple[Tensor, ...]:
+        products = draw_polya_gamma(self.beta @ self._x.T, self._generator) @ self._products
+        matrix = products.new_empty(len(products), *[self._x.shape[1]] * 2)
+        matrix[:, self._upper[0], self._upper[1]] = matrix[:, self._upper[1], self._upper[0]] = products
+        precision, root = self._moved_slab(matrix)
+        swept = self._swept_out(precision, root)
+        logits = self._logits(swept, self.z)
+        total = torch.zeros_like(logits)
+        flips = 1 + self._problem.gates // 3
+        for _ in range(flips):
+            total += logits.sigmoid()
+            swept, logits = self._flipped(swept, logits)
+        on = self._open(self.z)
+        mean = swept[:, :-1, -1] * on
+        eye = torch.eye(len(on[0])).to(mean)
+        covariance = torch.where(on[:, :, None] & on[:, None, :], -swept[:, :-1, :-1], eye)
+        noise = torch.randn(mean.shape, generator=self._generator, dtype=mean.dtype)
+        spread = torch.linalg.cholesky(covariance) @ noise[:, :, None]
+        self.beta = mean + spread[:, :, 0] * on
+        variance = covariance.diagonal(dim1=1, dim2=2) * on
+        return total / flips, self.z, self.log_slab, self.beta, mean, variance
+
+    def _moved_slab(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """The precision of all coefficients, and the root of that of the open ones, after a step of the slab scale."""
+        prior, on = self._problem.prior, self._open(self.z)
+        eye = torch.eye(len(on[0])).to(matrix)
+
+        def at(log_slab: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            own = matrix.new_full(on.shape, prior.intercept_scale**-2)
+            own[:, : self._switched] = (-2 * log_slab).exp()[:, None]
+            precision = matrix + torch.diag_embed(own)
+            root = torch.linalg.cholesky(torch.where(on[:, :, None] & on[:, None, :], precision, eye))
+            white = torch.linalg.solve_triangular(root, (self._linear * on)[:, :, None], upper=False)
+            log_det = root.diagonal(dim1=1, dim2=2).log().sum(1) + on[:, : self._switched].sum(1) * log_slab
+            return precision, root, 0.5 * white.square().sum((1, 2)) - log_det + prior.log_slab(log_slab)
+
+        precision, root, density = at(self.log_slab)
+        if prior.slab_scale is not None:
+            return precision, root
+        step = _AUGMENTED_STEP * torch.randn(len(self.z), generator=self._generator, dtype=torch.float64)
+        new_precision, new_root, new_density = at(self.log_slab + step)
+        taken = self._uniform().log() < new_density - density
+        self.log_slab = torch.where(taken, self.log_slab + step, self.log_slab)
+        both = ((precision, new_precision), (root, new_root))
+        precision, root = (torch.where(taken[:, None, None], new, old) for old, new in both)
+        return precision, root
+
+    def _swept_out(self, precision: Tensor, root: Tensor) -> Tensor:
+        """The precision with the linear term as a further row and column, swept by the open coefficients."""
+        on = self._open(self.z)
+        inverse = pad(torch.cholesky_inverse(root) * (on[:, :, None] & on[:, None, :]), (0, 1, 0, 1))
+        whole = pad(precision, (0, 1, 0, 1))
+        whole[:, :-1, -1] = whole[:, -1, :-1] = self._linear
+        solved = inverse @ whole
+        row, column = pad(on, (0, 1))[:, :, None], pad(on, (0, 1))[:, None, :]
+        closed = torch.where(column, solved.mT, whole - whole @ solved)
+        return torch.where(row, torch.where(column, -inverse, solved), closed)
+
+    def _flipped(self, swept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """A flip of each chain by a locally balanced proposal (Zanella 2020, arXiv:1711.07424)."""
+        below = torch.where(self.z, -logits, logits).sigmoid().cumsum(1)
+        point = self._uniform()[:, None] * below[:, -1:]
+        gate = torch.searchsorted(below, point).clamp(max=below.shape[1] - 1)
+        sign = 1.0 - 2.0 * self.z.gather(1, gate)[:, 0].double()
+        new_z = self.z.scatter(1, gate, ~self.z.gather(1, gate))
+        new = swept
+        for members, valid in zip(self._members[gate[:, 0]].T, self._valid[gate[:, 0]].T, strict=True):
+            step = self._swept(new, members, sign)
+            new = step if bool(valid.all()) else torch.where(valid[:, None, None], step, new)
+        new_logits = self._logits(new, new_z)
+        new_total = torch.where(new_z, -new_logits, new_logits).sigmoid().sum(1)
+        taken = (self._uniform() * new_total < below[:, -1])[:, None]
+        self.z = torch.where(taken, new_z, self.z)
+        return torch.where(taken[:, :, None], new, swept), torch.where(taken, new_logits, logits)
+
+    def _swept(self, swept: Tensor, pivot: Tensor, sign: Tensor) -> Tensor:
+        """Matrices with one more coefficient each swept out (sign 1), or one fewer (-1)."""
+        column = swept[self._chains, :, pivot]
+        corner = column[self._chains, pivot]
+        ratio = column / corner[:, None]
+        found = torch.baddbmm(swept, column[:, :, None], ratio[:, None, :], alpha=-1)
+        edge = sign[:, None] * ratio
+        edge[self._chains, pivot] = -1 / corner
+        found[self._chains, :, pivot] = found[self._chains, pivot] = edge
+        return found
+
+    def _logits(self, swept: Tensor, z: Tensor) -> Tensor:
+        """Log odds of every gate given the others, the slab scale and the Polya-Gamma variables."""
+        sign = 1.0 - 2.0 * z.double()
+        if self._problem.gate_of is None:
+            corner, last = swept.diagonal(dim1=1, dim2=2)[:, : self._switched], swept[:, : self._switched, -1]
+            quadratic, log_det = last.square() / corner, corner.abs().log()
+        else:
+            both = self._valid[:, :, None] & self._valid[:, None, :]
+            squares = swept[:, self._members[:, :, None], self._members[:, None, :]]
+            # Minus definite where the gate is open.
+            squares = torch.where(both, sign[:, :, None, None] * squares, torch.eye(both.shape[1]).to(squares))
+            last = swept[:, self._members, -1] * self._valid
+            root = torch.linalg.cholesky(squares)
+            white = torch.linalg.solve_triangular(root, last[..., None], upper=False)
+            quadratic = sign * white.square().sum((2, 3))
+            log_det = 2 * root.diagonal(dim1=2, dim2=3).log().sum(2)
+        slabs = self._valid.sum(1) * self.log_slab[:, None]
+        return 0.5 * sign * (quadratic - log_det) - slabs + self._prior.logits(z.double())
+
+
+_CUT = 0.64  # where the two parts of the proposal meet
+_LEVY = 0.5 * math.erfc(1 / math.sqrt(2 * _CUT))  # half of the probability that a Levy variable is below the cut
+_SMALL = -math.log(2 * _LEVY)  # half tilts up to which Levy variables are the tighter proposal
+
+
+def draw_polya_gamma(tilt: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Exact draws of PG(1, tilt), in the shape of the tilts.
+
+    Devroye's rejection sampler as in Polson, Scott and Windle (2013), arXiv:1205.0310, section 4, with one difference:
+    what is proposed below the cut is not truncated beforehand, but rejected with the rest.
+    """
+    half = 0.5 * tilt.abs().flatten()
+    found = torch.empty_like(half)
+    everyone = torch.arange(len(half), device=half.device)
+    is_small = half < _SMALL
+    for part, is_levy in ((everyone[is_small], True), (everyone[~is_small], False)):
+        left = part
+        while len(left):
+            x, accepted = _proposed(half[left], is_levy, generator)
+            found[left[accepted]] = 0.25 * x[accepted]
+            left = left[~accepted]
+    return found.view_as(tilt)
+
+
+def _proposed(half: Tensor, is_levy: bool, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Proposals for J*(1, half), and which of them are accepted; below the cut, Levy or inverse Gaussian ones."""
+    part, place, level = torch.rand(3, len(half), generator=generator, dtype=half.dtype, device=half.device)
+    rate = 0.125 * math.pi**2 + 0.5 * half.square()
+    above = 0.5 * math.pi / rate * (-_CUT * rate).exp()
+    below = half.new_full((1,), 4 * _LEVY) if is_levy else 2 * (-half).exp()
+    is_above = part * (above + below) < above
+    exponential = _CUT - place.log() / rate
+    if is_levy:
+        x = torch.where(is_above, exponential, torch.special.ndtri(_LEVY * place).square().reciprocal())
+    else:
+        normal = torch.randn(len(half), generator=generator, dtype=half.dtype, device=half.device)
+        mean = 1 / half
+        spread = 0.5 * mean * normal.square()
+        smaller = mean / (1 + spread + (spread * (2 + spread)).sqrt())
+        x = torch.where(place * (mean + smaller) > mean, mean.square() / smaller, smaller)
+        x = torch.where(is_above, exponential, x)
+    # An alternating series; the next term is below 1e-15 of the first.
+    exponent = torch.where(x > _CUT, 0.5 * math.pi**2 * x, 2 / x)
+    share = 1 - 3 * (-2 * exponent).exp() + 5 * (-6 * exponent).exp()
+    if is_levy:
+        share = torch.where(is_above, share, share * (-0.5 * half.square() * x).exp())
+    return x, (level < share) & (is_above | (x <= _CUT))
+
+
+_TRIES = 16  # gates of a sweep, at most
+_NEWTON = 2  # steps to the mode of proposals, each of which changes no linear predictor by more than
+_REACH = 3.0
+_TAILS = 8  # degrees of freedom of proposals
+_CANDIDATES = 2  # of a gate's coefficients
+_LEAPS = 4  # of a Hamiltonian move
+_SLABS = 5  # moves of the slab scale in a sweep
+_STEP, _STRETCH = 0.3, 0.3  # of its logarithm, alone and with the coefficients
+
+
+class _Open(NamedTuple):
+    """Some coefficients of each chain, all K of a feature side by side."""
+
+    which: Tensor  # among all coefficients, shape (chains, m K), padded
+    valid: Tensor  # which are no padding
+    columns: Tensor  # their features, shape (chains, m, n)
+    precision: Tensor  # of the priors, shape (chains, m K)
+    curvature: Tensor  # of log likelihood and priors, on average, shape (chains, m K, m K); that of padding is 1
+
+    def predictors(self, beta: Tensor) -> Tensor:
+        """Of coefficients of shape ``(chains, m K, q)``, shape ``(chains, n K, q)``."""
+        s, m = self.columns.shape[:2]
+        return (self.columns.mT @ beta.reshape(s, m, -1)).view(s, -1, beta.shape[2])
+
+
+class JumpingChains(ExactChains):
+    """Jumps, Hamiltonian moves of all open coefficients, and moves of the slab scale.
+
+    A jump draws a gate with its coefficients. All others follow them along a line, as they would if the log likelihood
+    were quadratic, with its mean curvature over chains at the start (again after the first round). The new ones are
+    chosen among closed and candidates from a t around their mode on that line, one of which is where the chain is
+    (iterated importance sampling: Andrieu, Lee and Vihola 2018, arXiv:1312.6432, section 1.1). So a jump has an
+    inclusion probability, and mode and line depend on nothing that it changes.
+    """
+
+    sweeps, warm_up = 10, 0.5
+
+    def __init__(
+        self, problem: Problem, z: Tensor, log_slab: Tensor, beta: Tensor, often: Tensor, generator: torch.Generator
+    ) -> None:
+        """From coefficients and intercepts; gates are tried in proportion to ``often``, shape ``(G,)``."""
+        super().__init__(problem, z, log_slab, generator)
+        self._likelihood, self._often, self._swept = likelihood_of(problem), often, 0
+        self._outputs = torch.arange(problem.outputs)
+        self._columns = self._x.T.contiguous()
+        self.beta = beta
+        self._eta = self._predictors(beta)
+
+    def _sweep(self) -> tuple[Tensor, ...]:
+        if self._swept in (0, self.sweeps):
+            curvature = self._likelihood.derivatives(self._eta)[1].mean(0)
+            columns = weighted_design(curvature, self._x)[1].T
+            self._quadratic = quadratic_of(columns, columns.new_zeros(len(columns)))
+        self._swept += 1
+        probs = self.z.double()
+        tries = min(_TRIES, len(self._often))
+        for gate in torch.multinomial(self._often.expand(len(self.z), -1), tries, generator=self._generator).T:
+            probs[self._chains, gate] = self._jump(gate)
+        self._value = self._likelihood.value(self._eta)
+        self._move_coefficients()
+        if self._problem.prior.slab_scale is None:
+            for _ in range(_SLABS):
+                self._move_slab()
+        return probs, self.z, self.log_slab, self.beta, self.beta, torch.zeros_like(self.beta)
+
+    def _predictors(self, beta: Tensor) -> Tensor:
+        eta: Tensor = self._x @ beta.view(len(beta), -1, len(self._outputs))
+        return eta
+
+    def _coefficients(self, features: Tensor, valid: Tensor) -> _Open:
+        index = (features[:, :, None] * len(self._outputs) + self._outputs).flatten(1)
+        valid = valid.repeat_interleave(len(self._outputs), 1)
+        of_slab = (-2 * self.log_slab).exp()[:, None]
+        precision = torch.where(index < self._switched, of_slab, self._problem.prior.intercept_scale**-2)
+        matrix = self._quadratic.blocks(index) + torch.diag_embed(precision)
+        both = valid[:, :, None] & valid[:, None, :]
+        curvature = torch.where(both, matrix, torch.eye(index.shape[1]).to(matrix))
+        return _Open(index, valid, self._columns[features], precision, curvature)
+
+    def _jump(self, gate: Tensor) -> Tensor:
+        """Draw a gate of each chain with its coefficients; returns P(z = 1)."""
+        was_open = self.z[self._chains, gate][:, None]
+        others, valid = open_positions(self._open(self.z.scatter(1, gate[:, None], False)))
+        features = torch.cat([self._members[gate], others], 1)
+        every = self._coefficients(features, torch.cat([self._valid[gate], valid], 1))
+        size = self._members.shape[1] * len(self._outputs)
+        own = every.valid[:, :size]
+        root = torch.linalg.cholesky(every.curvature[:, size:, size:])
+        follow = torch.cholesky_solve(every.curvature[:, size:, :size], root)
+        line = torch.cat([torch.diag_embed(own.double()), -follow * own[:, None, :]], 1)
+        along = every.predictors(line)
+        now = self.beta.gather(1, every.which[:, :size]) * own
+        beta = self.beta.gather(1, every.which) * every.valid - (line @ now[:, :, None])[:, :, 0]
+        eta = self._eta - (along @ now[:, :, None]).view_as(self._eta)
+        mode, factor = self._mode(eta, along, beta, line, every.precision)
+
+        noise = self._normal(_CANDIDATES, size) / self._normal(_CANDIDATES, _TAILS).square().mean(2, True).sqrt()
+        noise[:, 0] = torch.where(was_open, (factor.mT @ (now - mode)[:, :, None])[:, :, 0], noise[:, 0])
+        noise = noise * own[:, None, :]
+        drawn = mode[:, None] + torch.linalg.solve_triangular(factor.mT, noise.mT, upper=True).mT
+        choices = torch.cat([torch.zeros_like(drawn[:, :1]), drawn], 1)
+        betas = beta[:, None] + choices @ line.mT
+        etas = eta[:, None] + (choices @ along.mT).unflatten(2, eta.shape[1:])
+        log_density = self._likelihood.value(etas.flatten(0, 1)).view(choices.shape[:2])
+        log_density = log_density - 0.5 * (every.precision[:, None] * betas.square()).sum(2)
+        count = own.sum(1, keepdim=True).double()
+        slabs = count * (self.log_slab[:, None] + 0.5 * math.log(2 * math.pi))
+        opened = self._prior.logits(self.z.double(), gate[:, None]) - slabs - math.log(_CANDIDATES)
+        log_density[:, 1:] += opened - _log_proposal(noise, factor, count)
+        probs = log_density.softmax(1)
+        chosen = torch.multinomial(probs, 1, generator=self._generator)[:, 0]
+        self.z = self.z.scatter(1, gate[:, None], (chosen > 0)[:, None])
+        self.beta = torch.zeros_like(self.beta).scatter_add(1, every.which, betas[self._chains, chosen])
+        self._eta = etas[self._chains, chosen]
+        return 1 - probs[:, 0]
+
+    def _mode(self, eta: Tensor, along: Tensor, beta: Tensor, line: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the density on a line, by Newton's method from a closed gate, with the Cholesky factor there."""
+        weighted = precision[:, :, None] * line
+        closed = line.new_tensor(1.0) * ~line.any(1)  # the padding of a gate's coefficients
+        prior = line.mT @ weighted + torch.diag_embed(closed)
+        pull = (weighted.mT @ beta[:, :, None])[:, :, 0]
+        mode = torch.zeros_like(pull)
+        for _ in range(_NEWTON):
+            slope, curvature = self._likelihood.derivatives(eta + (along @ mode[:, :, None]).view_as(eta))
+            bent = (curvature @ along.view(*eta.shape, -1)).flatten(1, 2)
+            factor = torch.linalg.cholesky(along.mT @ bent + prior)
+            rise = along.mT @ slope.flatten(1)[:, :, None] - (pull[:, :, None] + prior @ mode[:, :, None])
+            step = torch.cholesky_solve(rise, factor)
+            mode = mode + (step * (_REACH / (along @ step).abs().amax((1, 2), True)).clamp(max=1.0))[:, :, 0]
+        return mode, factor
+
+    def _move_coefficients(self) -> None:
+        """By a Hamiltonian move whose masses are the mean curvature."""
+        every = self._coefficients(*open_positions(self._open(self.z)))
+        root = torch.linalg.cholesky(every.curvature)
+        spread = torch.linalg.solve_triangular(root.mT, torch.eye(root.shape[1]).to(root).expand_as(root), upper=True)
+        step = 0.2 + 0.6 * self._uniform()[:, None]
+        beta = self.beta.gather(1, every.which) * every.valid
+        speed = self._normal(beta.shape[1]) * every.valid
+        eta = self._eta
+
+        def energy(value: Tensor) -> Tensor:
+            return value - 0.5 * (every.precision * beta.square() + speed.square()).sum(1)
+
+        def push() -> Tensor:
+            residual = self._likelihood.derivatives(eta)[0]
+            slope = (every.columns @ residual).flatten(1) - every.precision * beta
+            pushed: Tensor = step * (spread.mT @ (slope * every.valid)[:, :, None])[:, :, 0]
+            return pushed
+
+        before = energy(self._value)
+        speed = speed + 0.5 * push()
+        for leap in range(_LEAPS):
+            beta = beta + (spread @ (step * speed)[:, :, None])[:, :, 0] * every.valid
+            eta = every.predictors(beta[:, :, None]).view_as(eta)
+            speed = speed + (1.0 if leap < _LEAPS - 1 else 0.5) * push()
+        whole = torch.zeros_like(self.beta).scatter_add(1, every.which, beta)
+        self._take(whole, eta, self.log_slab, lambda value: energy(value) - before)
+
+    def _move_slab(self) -> None:
+        """By itself, and with all coefficients, against a funnel."""
+        prior, count = self._problem.prior, self._problem.switched(self.z).sum(1) * len(self._outputs)
+        square = self.beta[:, : self._switched].square().sum(1)
+
+        def density(log_slab: Tensor) -> Tensor:
+            return prior.log_slab(log_slab) - count * log_slab - 0.5 * square * (-2 * log_slab).exp()
+
+        moved = self.log_slab + _STEP * self._normal()
+        taken = self._uniform().log() < density(moved) - density(self.log_slab)
+        self.log_slab = torch.where(taken, moved, self.log_slab)
+        stretched = self.log_slab + _STRETCH * self._normal()
+        beta = self.beta.clone()
+        beta[:, : self._switched] *= (stretched - self.log_slab).exp()[:, None]
+        change = prior.log_slab(stretched) - prior.log_slab(self.log_slab)
+        self._take(beta, self._predictors(beta), stretched, lambda value: value - self._value + change)
+
+    def _take(self, beta: Tensor, eta: Tensor, log_slab: Tensor, log_ratio: Callable[[Tensor], Tensor]) -> None:
+        """Go there, if the ratio, given the log likelihood there, is accepted."""
+        value = self._likelihood.value(eta)
+        taken = self._uniform().log() < log_ratio(value)
+        self.beta = torch.where(taken[:, None], beta, self.beta)
+        self._eta = torch.where(taken[:, None, None], eta, self._eta)
+        self.log_slab, self._value = (
+            torch.where(taken, new, old) for new, old in ((log_slab, self.log_slab), (value, self._value))
+        )
+
+
+def _log_proposal(noise: Tensor, factor: Tensor, count: Tensor) -> Tensor:
+    """Log density of candidates by their white noise, shape ``(chains, _CANDIDATES)``."""
+    half = 0.5 * (_TAILS + count)
+    constant = half.lgamma() - math.lgamma(0.5 * _TAILS) - 0.5 * count * math.log(_TAILS * math.pi)
+    log_det = factor.diagonal(dim1=1, dim2=2).log().sum(1, keepdim=True)
+    return constant + log_det - half * (noise.square().sum(2) / _TAILS).log1p()

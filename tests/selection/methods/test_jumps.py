@@ -1,0 +1,120 @@
+"""Chains that jump between gate vectors, against importance sampling of each, and where nothing else is sure."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_l0.selection import SpikeSlabPoissonRegressor
+from pyro_l0.selection.design import make_design
+from pyro_l0.selection.methods import exact_chains
+from pyro_l0.selection.methods import sampling as expanded_sampling
+from pyro_l0.selection.methods.exact_chains import JumpingChains
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
+from tests.maths.spike_and_slab import seeded
+
+
+def counts(n, p, seed, most=10**9):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p))
+    beta = np.zeros(p)
+    beta[rng.choice(p, min(8, p // 2), replace=False)] = 0.4 * rng.normal(size=min(8, p // 2))
+    return x, np.minimum(rng.poisson(np.exp(0.5 + x @ beta)), most).astype(float), beta
+
+
+def by_importance(problem, size=10_000, tails=5):
+    """P(z = 1), for a known slab scale.
+
+    Every gate vector's evidence is a mean over draws of a t around its mode, which is right however far Laplace is.
+    """
+    z = torch.tensor(list(itertools.product([0.0, 1.0], repeat=problem.gates)), dtype=torch.float64)
+    slab = problem.prior.slab_scale
+    fit = LaplaceEvidence(problem).fit(z.bool(), torch.full((len(z),), slab, dtype=torch.float64))
+    log_evidence, generator = torch.zeros(len(z), dtype=torch.float64), seeded(5)
+    for batch, found in fit.parts:
+        for row, features, mean, root in zip(batch.rows, batch.open, found.mean, found.root, strict=True):
+            white = torch.randn(size, len(root), generator=generator, dtype=torch.float64)
+            scale = torch.randn(size, tails, generator=generator, dtype=torch.float64).square().mean(1).sqrt()
+            white = 0.7 * white / scale[:, None]
+            white = torch.cat([white, -white])
+            beta = mean + torch.linalg.solve_triangular(root.mT, white.T, upper=True).T.view(-1, *mean.shape)
+            columns = torch.ones(len(problem.x), len(mean), dtype=torch.float64)
+            columns[:, : len(features)] = problem.x[:, features]
+            deviation = torch.full((len(mean), 1), problem.prior.intercept_scale, dtype=torch.float64)
+            deviation[: len(features)] = slab
+            prior = torch.distributions.Normal(0.0, deviation).log_prob(beta).sum((1, 2))
+            log_joint = likelihood_of(problem).value(columns @ beta) + prior
+            k = len(root)
+            log_q = math.lgamma(0.5 * (tails + k)) - math.lgamma(0.5 * tails)
+            log_q = log_q - 0.5 * k * math.log(0.49 * tails * math.pi)
+            log_q = log_q + root.diagonal().log().sum()
+            log_q = log_q - 0.5 * (tails + k) * (white.square().sum(1) / (0.49 * tails)).log1p()
+            log_evidence[row] = (log_joint - log_q).logsumexp(0) - math.log(2 * size)
+    prior = problem.prior.gates().log_prob(z)
+    return ((log_evidence + prior).softmax(0) @ z).numpy()
+
+
+def labels_of_three(seed):
+    """Nearly separated by the first of three features, which the second one resembles."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(15, 3))
+    x[:, 1] += x[:, 0]
+    return x, np.digitize(x[:, 0] + 0.1 * rng.normal(size=15), [-0.5, 0.5]).astype(float)
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"), [("categorical", None), ("poisson", None), ("poisson", [0, 1, 1]), ("categorical", [0, 1, 1])]
+)
+@torch.no_grad()
+def test_importance_sampling(family, groups, monkeypatch):
+    """From closed gates; five standard errors, and that of importance sampling."""
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
+    if family == "categorical":
+        x, y = labels_of_three(2)
+        x = x[:, : 2 if groups is None else 3]
+        known = {"slab_scale": 3.0, "rate": 0.5, "outputs": 3}
+    else:
+        x, y, _ = counts(12, 3, seed=6)
+        known = {"slab_scale": 0.7, "rate": 0.5}
+    gate_of = None if groups is None else np.array(groups)
+    problem = make_design(x, y, family, gate_of=gate_of, **known).problem
+    exact = by_importance(problem)
+    found = sampled(problem)
+    assert ((exact > 0.05) & (exact < 0.95)).any()
+    assert found.standard_error.max() < 0.02
+    assert (np.abs(found.active_probs - exact) < 5 * found.standard_error + 2e-3).all()
+
+
+def sampled(problem, seed=1, size=64):
+    z = torch.zeros(size, problem.gates, dtype=torch.bool)
+    log_slab = torch.full((size,), problem.prior.slab_scale or 1.0, dtype=torch.float64).log()
+    beta = torch.zeros(size, (problem.x.shape[1] + problem.intercept) * problem.outputs, dtype=torch.float64)
+    often = torch.ones(problem.gates, dtype=torch.float64)
+    return JumpingChains(problem, z, log_slab, beta, often, seeded(seed)).posterior(0.0, 2000, 0.0)
+
+
+@pytest.mark.slow
+def test_an_unsure_run_goes_on(monkeypatch):
+    """Where re-weighting is too uncertain: here any error is too much, and the slab scale is learned, too."""
+    monkeypatch.setattr(expanded_sampling, "MOST_ERROR", 1e-9)
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 8)
+    x, y, _ = counts(60, 6, seed=3)
+    exact, sampled = (SpikeSlabPoissonRegressor(method=m, random_state=0).fit(x, y) for m in ("enumerate", "tempered"))
+    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.05)
+    np.testing.assert_allclose(sampled.coef_, exact.coef_, atol=0.2 * exact.coef_sd_.max())
+    assert sampled.slab_scale_ == pytest.approx(exact.slab_scale_, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The sampler's chains disagree")
+def test_counts_that_are_cut_off():
+    """At fifty, so that no expansion is close: at most one of eleven is false, and none is unsure."""
+    x, y, beta = counts(400, 100, seed=1, most=50)
+    model = SpikeSlabPoissonRegressor(random_state=0).fit(x, y)
+    chosen = model.select()
+    assert model._standard_error[chosen].max() <= 0.05
+    assert model._standard_error.max() < 0.1
+    assert (beta[chosen] == 0).sum() <= 1
+    assert (beta[chosen] != 0).sum() >= 7
