@@ -170,7 +170,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._keep(design, posterior, seed)
         self._warn_of_chains(x)
         self._data = x, target, weight
-        self._warn_of_separation()
+        if not posterior.is_exact:
+            self._warn_of_separation()
         self.credible_sets_: list[CredibleSet] = credible_sets(
             open_gates(self.draws_.coefficients, self._gate_of),
             self.pip_,

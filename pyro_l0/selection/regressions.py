@@ -158,8 +158,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
     deviation 10, and an unknown slab scale half-normal with scale 2.
 
     A feature that separates the classes, constant within each of them, is no problem: the slab keeps its coefficient
-    finite. With a wide slab Laplace's approximation makes it too large, by some 15 % for a scale of 10; a warning says
-    so.
+    finite. With a wide slab Laplace's approximation, where a fit uses it, makes it too large, by some 15 % for a scale
+    of 10; a warning says so.
 
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
 

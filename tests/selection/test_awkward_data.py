@@ -1,12 +1,14 @@
 """Estimators of spike-and-slab regressions on awkward data, and what they refuse."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
-from sklearn.exceptions import NotFittedError
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection.methods import exact_chains, sampling
 from tests.selection.fitted import ESTIMATORS, data, fitted
 
 
@@ -165,3 +167,15 @@ def test_a_wide_slab_beside_separated_classes_is_warned_of(classes):
         SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, y)
     SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=1.0).fit(x, y)
     SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, np.roll(y, 1))
+
+
+def test_separated_classes_are_not_warned_of_where_chains_are_exact(monkeypatch):
+    """What the warning says is wrong with Laplace's approximation is not wrong with them."""
+    monkeypatch.setattr(sampling, "_PRECISE", 0.0)
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 1)
+    x = np.random.default_rng(1).normal(size=(30, 2))
+    y = (x[:, 0] > 0).astype(int)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0, method="tempered").fit(x, y)

@@ -89,7 +89,8 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
             f"Expected at most {_MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
             "method."
         )
-    evidence = GaussianEvidence(problem) if problem.family == "gaussian" else LaplaceEvidence(problem)
+    is_exact = problem.family == "gaussian"
+    evidence = GaussianEvidence(problem) if is_exact else LaplaceEvidence(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = evidence.log_marginal(z)
     weights = log_marginal.softmax(0)
@@ -100,7 +101,8 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
-    return SelectionPosterior.of(active_probs, moments, log_evidence, evidence.draws(z[drawn], generator))
+    found = evidence.draws(z[drawn], generator)
+    return SelectionPosterior.of(active_probs, moments, log_evidence, found, is_exact=is_exact)
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

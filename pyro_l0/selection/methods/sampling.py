@@ -232,6 +232,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         log_evidence,
         evidence.draws_of(fit, which, generator),
         error,
+        is_exact=False,
     )
 
 
