@@ -486,7 +486,8 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
             f"{cost!r}."
         )
     prices, sizes = list(coefficients.values()), [gate.shape.numel() for gate in gates.values()]
-    last = None if torch.compiler.is_compiling() else _joint_draws.get(network)
+    # Taken once: a backward pass may free the graph, and a further price makes its own.
+    last = None if torch.compiler.is_compiling() else _joint_draws.pop(network, None)
     if last is not None and torch.is_grad_enabled() and last[0] == _versions(gates.values()):
         return sum_open(last[1], prices, sizes)
     each = [gate.distribution for gate in gates.values()]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import csc_array
+from scipy.sparse import issparse
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
@@ -298,7 +298,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _warn_of_separation(self) -> None:
         """Only classes can be separated."""
 
-    def _warn_of_chains(self, x: Array) -> None:
+    def _warn_of_chains(self, x: Any) -> None:
         """Name the least certain inclusion probability, if it is too uncertain, and what would make it surer."""
         standard_error = self._standard_error
         if standard_error is None or standard_error.max() <= MOST_ERROR:
@@ -306,7 +306,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         worst = int(standard_error.argmax())
         unsure = np.flatnonzero(standard_error > MOST_ERROR)
         columns = np.flatnonzero(np.isin(self._gate_of, unsure))[:_COMPARED]
-        chosen = csc_array(x)[:, columns].toarray()
+        chosen = x[:, columns].toarray() if issparse(x) else x[:, columns]
         alike = np.triu(np.abs(np.atleast_2d(np.corrcoef(chosen.T))) > _COPY, 1)
         names = [self._column_names()[j] for j in columns]
         copies = [f"{names[i]!r} or {names[j]!r}" for i, j in zip(*np.nonzero(alike), strict=True)][:5]

@@ -129,7 +129,7 @@ def test_kl_and_penalty():
         net[5].kl(BernoulliGate.from_active_prob(0.2))
 
 
-@pytest.mark.parametrize("family", ["hard_concrete", "rectified_normal"])
+@pytest.mark.parametrize("family", ["hard_concrete", "rectified_normal", "exponential", "power_law"])
 def test_the_price_beside_a_draw_is_that_of_the_gates_as_they_are(family):
     """With one backward pass for loss and price, and with one each in either order; after a change, and elsewhere."""
     net = network(*(L0Gate(n, family=family, init_jitter=1.0) for n in (10, 7)))
@@ -153,6 +153,8 @@ def test_the_price_beside_a_draw_is_that_of_the_gates_as_they_are(family):
     torch.testing.assert_close(slopes(penalty(net, prices), task), expected)
     task.detach_()
     torch.testing.assert_close(slopes(penalty(net, prices)), expected)
+    net(X)
+    torch.testing.assert_close(slopes(penalty(net, prices), penalty(net, prices)), [2 * x for x in expected])
     net(X)
     with torch.no_grad():
         assert not penalty(net, prices).requires_grad
