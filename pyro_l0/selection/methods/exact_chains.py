@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from pyro_l0.maths.second_order import STORED, open_positions, quadratic_of
 from pyro_l0.maths.tempered_gibbs import counted
-from pyro_l0.selection.methods.laplace_evidence import likelihood_of, weighted_design
+from pyro_l0.selection.methods.laplace_evidence import weighted_design
+from pyro_l0.selection.methods.likelihoods import likelihood_of
 from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "JumpingChains", "draw_polya_gamma", "is_augmented", "standard_error"]

@@ -21,7 +21,8 @@ from pyro_l0.maths.tempered_gibbs import (
 )
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of, weighted_design
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, weighted_design
+from pyro_l0.selection.methods.likelihoods import likelihood_of
 from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3

@@ -12,7 +12,8 @@ from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods import sampling as expanded_sampling
 from pyro_l0.selection.methods.exact_chains import JumpingChains
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
+from pyro_l0.selection.methods.likelihoods import likelihood_of
 from tests.maths.spike_and_slab import seeded
 
 

@@ -10,7 +10,8 @@ from scipy import stats
 
 from pyro_l0.maths import second_order
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, likelihood_of
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
+from pyro_l0.selection.methods.likelihoods import likelihood_of
 from pyro_l0.selection.problem import Prior, Problem
 from tests.bench.posteriors.posterior_references import reference
 from tests.reference_posteriors import all_gates
