@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import issparse
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
 from sklearn.utils import check_random_state
@@ -23,14 +24,14 @@ from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Columns, Design, coded, levels_of, make_design, tabular
 from pyro_l0.selection.methods import METHODS, find_posterior
-from pyro_l0.selection.predictive import quantiles, rows_of, to_inference_data
+from pyro_l0.selection.predictive import quantiles, replicated, rows_of, summaries, to_inference_data
 from pyro_l0.selection.problem import MOST_ERROR, Draws, Family, SelectionPosterior
 
 if TYPE_CHECKING:
     import arviz
     import pandas
 
-__all__ = ["SpikeSlabEstimator", "seed_of"]
+__all__ = ["SpikeSlabEstimator", "SpikeSlabRegression", "seed_of"]
 
 
 def _checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
@@ -239,6 +240,23 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         }
         return found if np.isnan(draws.noise_scale).any() else {**found, "noise_scale": draws.noise_scale}
 
+    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0) -> NDArray[Any]:  # noqa: N803
+        """Draw new observations from their posterior predictive distribution.
+
+        Args:
+            X: features, shape ``(m, p)``.
+            n_samples: number of draws. Each is of one draw of the coefficients, scales included, at all rows of X.
+            random_state: seed of the draws, as for the estimator.
+
+        Returns:
+            The observations, shape ``(m, n_samples)``.
+        """
+        x = self._validated_features(X)
+        expect_count(1, n_samples=n_samples)
+        rng = np.random.default_rng(seed_of(random_state))
+        draws = rows_of(self.draws_, rng.integers(len(self.draws_.rate), size=n_samples))
+        return summaries(draws, x, lambda eta: replicated(self._family(), eta, draws.noise_scale, rng).T)
+
     def interval(self, level: float = 0.9) -> Array:
         """Central intervals of the coefficients, atoms at zero included.
 
@@ -383,3 +401,31 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _gate_names(self) -> list[str]:
         """Of features or groups, which have inclusion probabilities."""
         return self._names() if self.groups is None else [f"group {g}" for g in range(len(self.pip_))]
+
+
+class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
+    """An estimator whose observations are numbers, so that they have quantiles."""
+
+    def predict_quantiles(
+        self,
+        X: ArrayLike,  # noqa: N803
+        probs: float | Sequence[float] = (0.05, 0.5, 0.95),
+    ) -> Array:
+        """Quantiles of new observations, their noise included: two of them are the ends of an interval.
+
+        They are those of one observation for each of the 2,000 draws of the fit.
+
+        Args:
+            X: features, shape ``(m, p)``.
+            probs: probabilities of the quantiles; .05 and .95 bound an interval of probability .9.
+
+        Returns:
+            Shape ``(m, len(probs))``, or ``(m,)`` for one probability.
+        """
+        x, rng = self._validated_features(X), np.random.default_rng(0)
+
+        def of_some(eta: Array) -> Array:
+            new = replicated(self._family(), eta, self.draws_.noise_scale, rng)
+            return np.quantile(new, probs, axis=0, method="inverted_cdf").T
+
+        return summaries(self.draws_, x, of_some)

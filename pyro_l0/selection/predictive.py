@@ -16,8 +16,15 @@ from pyro_l0.selection.problem import Draws, Family
 if TYPE_CHECKING:
     import arviz
 
-__all__ = ["averages", "linear_predictors", "log_likelihood", "quantiles", "replicated", "rows_of", "to_inference_data"]
-
+__all__ = [
+    "linear_predictors",
+    "log_likelihood",
+    "quantiles",
+    "replicated",
+    "rows_of",
+    "summaries",
+    "to_inference_data",
+]
 
 Array = NDArray[np.float64]
 
@@ -38,14 +45,14 @@ def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
     return found
 
 
-def averages(draws: Draws, x: Array, value: Callable[[Array], Array]) -> Array:
-    """Averages over draws of a function of the linear predictors at features of m observations, shape ``(m, ...)``.
+def summaries(draws: Draws, x: Array, summary: Callable[[Array], Array]) -> Array:
+    """A summary of the draws' linear predictors at features of m observations, shape ``(m, ...)``.
 
-    The function takes ``(N, some observations, K)`` to ``(N, some observations, ...)``.
+    It takes predictors of some of the observations, ``(N, some, K)``, to ``(some, ...)``.
     """
     size = max(1, _AT_ONCE // draws.intercept.size)
     parts = (x[start : start + size] for start in range(0, x.shape[0], size))
-    return np.concatenate([value(linear_predictors(draws, part)).mean(0) for part in parts])
+    return np.concatenate([summary(linear_predictors(draws, part)) for part in parts])
 
 
 def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
@@ -127,5 +134,6 @@ def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.G
     elif family == "bernoulli":
         found = rng.random(eta.shape) < expit(eta)
     else:
-        found = rng.poisson(np.exp(eta))
+        # The largest mean that numpy draws from is 9.2e18; far from the data it may be infinite.
+        found = rng.poisson(np.exp(np.minimum(eta, 43.0)))
     return np.asarray(found, dtype=np.float64)

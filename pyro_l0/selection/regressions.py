@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, softmax
-from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.base import ClassifierMixin
 from sklearn.utils import Tags
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
-from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator
-from pyro_l0.selection.predictive import averages
+from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, SpikeSlabRegression
+from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
 
 
-class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
+class SpikeSlabRegressor(SpikeSlabRegression):
     r"""Linear regression whose coefficients are exactly zero with a probability that is learned.
 
     The model is
@@ -134,7 +134,7 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
         mean: Array = x @ self.coef_ + self.intercept_
         if not return_std:
             return mean
-        variance = averages(self.draws_, x, lambda predictor: (predictor[..., 0] - predictor[..., 0].mean(0)) ** 2)
+        variance = summaries(self.draws_, x, lambda predictor: predictor[..., 0].var(0))
         return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean())
 
     def _family(self) -> Family:
@@ -191,8 +191,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         """
         x = self._validated_features(X)
         if len(self.classes_) > 2:
-            return averages(self.draws_, x, lambda predictor: softmax(predictor, axis=-1))
-        second = averages(self.draws_, x, lambda predictor: expit(predictor[..., 0]))
+            return summaries(self.draws_, x, lambda predictor: softmax(predictor, axis=-1).mean(0))
+        second = summaries(self.draws_, x, lambda predictor: expit(predictor[..., 0]).mean(0))
         return np.stack([1 - second, second], axis=1)
 
     def predict(self, X: ArrayLike) -> NDArray[np.generic]:  # noqa: N803
@@ -206,6 +206,11 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         """
         likeliest = self.predict_proba(X).argmax(1)
         labels: NDArray[np.generic] = self.classes_[likeliest]
+        return labels
+
+    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0) -> NDArray[np.generic]:  # noqa: N803
+        """Draw labels of new observations; arguments and shape are those of the regressors' ``sample_y``."""
+        labels: NDArray[np.generic] = self.classes_[super().sample_y(X, n_samples, random_state).astype(np.intp)]
         return labels
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
@@ -255,7 +260,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         return "bernoulli" if len(self.classes_) == 2 else "categorical"
 
 
-class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
+class SpikeSlabPoissonRegressor(SpikeSlabRegression):
     """Poisson regression whose coefficients are exactly zero with a probability that is learned.
 
     The logarithm of the mean is the intercept plus X beta. The priors are those of :class:`SpikeSlabRegressor`, except
@@ -286,10 +291,10 @@ class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ig
         """
         x = self._validated_features(X)
         with np.errstate(over="ignore", invalid="ignore"):  # far from the data a mean may be infinite
-            mean = averages(self.draws_, x, _mean)
+            mean = summaries(self.draws_, x, lambda predictor: np.exp(predictor[..., 0]).mean(0))
             if not return_std:
                 return mean
-            return mean, np.sqrt(mean + averages(self.draws_, x, lambda eta: (_mean(eta) - _mean(eta).mean(0)) ** 2))
+            return mean, np.sqrt(mean + summaries(self.draws_, x, lambda predictor: np.exp(predictor[..., 0]).var(0)))
 
     def _family(self) -> Family:
         return "poisson"
@@ -298,8 +303,3 @@ class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ig
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = True
         return tags
-
-
-def _mean(predictors: Array) -> Array:
-    found: Array = np.exp(predictors[..., 0])
-    return found
