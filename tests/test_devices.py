@@ -7,7 +7,7 @@ accelerator. So these tests show without one that a step keeps to one device and
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pyro
 import pyro.distributions as dist
@@ -28,7 +28,7 @@ from pyro_l0.nn.square_norms import square_norms
 from tests.cases import ATOMIC, FAMILIES
 
 NUM_DATA = 100
-ESTIMATORS: tuple[EstimatorName, ...] = ("score_function", "leave_one_out", "arm", "straight_through", "rebar")
+ESTIMATORS: tuple[EstimatorName, ...] = get_args(EstimatorName)
 MLP, CONVOLUTIONS = "dense layers", "convolutions"
 
 

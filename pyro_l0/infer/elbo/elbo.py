@@ -39,7 +39,7 @@ from pyro_l0.infer.runs import (
     over_particles,
     record_run,
 )
-from pyro_l0.infer.slabs import GateSite, slab_to_gate
+from pyro_l0.infer.slabs import Conditional, GateSite, slab_to_gate
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 _LOG_Q = "log q(z)"  # beside the terms of a particle
@@ -112,8 +112,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         square_norm: for ``weight_decay``, a function per gate site that returns :math:`\|\theta_g\|^2` of every
             gate's weights; see :func:`pyro_l0.nn.square_norms.square_norms`.
         estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
-            ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
-            :class:`~pyro_l0.infer.elbo.estimators.Estimators`.
+            ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased), ``"reinmax"`` (less
+            so) or ``"rebar"``; see :class:`~pyro_l0.infer.elbo.estimators.Estimators`.
         num_particles: draws per step.
         max_plate_nesting: as in Pyro, needed only for ``vectorize_particles``; guessed if not given.
         vectorize_particles: draw the particles in one run: in a plate, as in Pyro; with ``"leave_one_out"`` by
@@ -325,6 +325,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         gates = binary_gates(of_guide.sites)
         if not gates:
             raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
+        if together := [name for name, site in of_guide.sites.items() if isinstance(site["fn"], Conditional)]:
+            raise ValueError(
+                f"Expected a guide of independent sites for estimator={estimator.name!r}, which draws the gates anew, "
+                f"but it draws {together} together. Take estimator='leave_one_out'."
+            )
 
         def evaluate(values: Mapping[str, Tensor]) -> Evaluation:
             runs.append(self._run(call.model, of_guide, call.args, call.kwargs, values))

@@ -23,7 +23,7 @@ from pyro_l0.distributions.gate import find_gate
 from pyro_l0.expect import expect_count
 from pyro_l0.infer.record import Site
 
-EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
+EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "reinmax", "rebar"]
 
 _DECAY = 0.9  # of the score function's baseline
 _TEMPERATURE = 0.5  # of REBAR's concrete
@@ -51,13 +51,15 @@ class Estimators:
     Args:
         name: ``"score_function"`` (REINFORCE, with a decaying average of the cost as its baseline), ``"arm"`` (augment,
             reinforce, merge: two antithetic draws), ``"straight_through"`` (uses the derivative of the mean for that of
-            the draw; biased) or ``"rebar"`` (the score function with a binary concrete as control variate).
+            the draw; biased), ``"reinmax"`` (its second-order form: exact on average where the cost is quadratic in
+            each gate, otherwise biased) or ``"rebar"`` (the score function with a binary concrete as control variate).
             ``"leave_one_out"`` (each draw's baseline is the mean of the others) compares whole particles, which
             :class:`~pyro_l0.infer.L0_ELBO` draws.
 
     References:
         Williams (1992); Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples; Yin, Zhou (2019), arXiv:1807.11143;
-        Bengio, Leonard, Courville (2013), arXiv:1308.3432; Tucker et al. (2017), arXiv:1703.07370.
+        Bengio, Leonard, Courville (2013), arXiv:1308.3432; Liu et al. (2023), arXiv:2304.08612, algorithm 2 at
+        temperature 1; Tucker et al. (2017), arXiv:1703.07370.
     """
 
     def __init__(self, name: EstimatorName) -> None:
@@ -99,7 +101,19 @@ def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
 def _straight_through(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     drawn = _draw(gates)
     found = evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()})
-    return [found], found.cost.new_zeros(())
+    return [found], torch.zeros_like(found.cost)
+
+
+def _reinmax(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    """Draws whose derivative is half the probability of the other value.
+
+    With the mean m of draw and p, the paper's 2 m (1 - m) - p (1 - p) / 2 is (1 - p) / 2 at 1 and p / 2 at 0. So the
+    mean gradient is p (1 - p) (f'(0) + f'(1)) / 2, where f(1) - f(0) is integrated by the trapezoidal rule.
+    """
+    drawn = _draw(gates)
+    slopes = {name: 0.5 * torch.sigmoid((1 - 2 * drawn[name]) * gate.logits.detach()) for name, gate in gates.items()}
+    found = evaluate({name: drawn[name] + slopes[name] * _change(gate.logits) for name, gate in gates.items()})
+    return [found], torch.zeros_like(found.cost)
 
 
 def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
@@ -114,7 +128,7 @@ def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     return [found], surrogate
 
 
-_ESTIMATORS = {"arm": _arm, "straight_through": _straight_through, "rebar": _rebar}
+_ESTIMATORS = {"arm": _arm, "straight_through": _straight_through, "reinmax": _reinmax, "rebar": _rebar}
 
 
 def _change(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from common.residual import wide_resnet
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
+from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.square_norms import square_norms
@@ -46,7 +47,7 @@ from tests.bench.timing import medians, options_of, seconds_in_turn
 from tests.cases import ATOMIC, FAMILIES
 
 NUM_DATA = 50_000
-ESTIMATORS = ("score_function", "leave_one_out", "arm", "straight_through", "rebar")
+ESTIMATORS = get_args(EstimatorName)
 Units = Iterator[tuple[str, Callable[[], Any]]]
 
 

@@ -94,6 +94,7 @@ CANDIDATES = (
     Candidate(BernoulliGate, {}, "arm"),
     Candidate(BernoulliGate, {}, "rebar"),
     Candidate(BernoulliGate, {}, "straight_through"),
+    Candidate(BernoulliGate, {}, "reinmax"),
 )
 
 

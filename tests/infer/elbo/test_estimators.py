@@ -10,13 +10,15 @@ import torch
 from torch.distributions import kl_divergence
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.diagnostics.gradients import measure_gradient
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.elbo.estimators import Estimators, Evaluation, leave_one_out
 from tests.cases import first_by_default
 
 STANDARD_ERRORS = 4
 GATES = 10
 UNBIASED = ("score_function", "leave_one_out", "arm", "rebar")
+BY_SLOPE = ("straight_through", "reinmax")
 
 torch.manual_seed(81)
 X = torch.randn(12, GATES, dtype=torch.float64)
@@ -83,9 +85,12 @@ def compared(name, count):
     return deviations.abs(), (losses.mean() - value).abs() / (losses.std() / math.sqrt(count))
 
 
-@pytest.mark.parametrize("name", first_by_default(UNBIASED))
+@pytest.mark.parametrize("name", first_by_default((*UNBIASED, "reinmax")))
 def test_unbiased(name):
-    """Loss and gradients for gates and weights, within four standard errors of the sum over all states."""
+    """Loss and gradients for gates and weights, within four standard errors of the sum over all states.
+
+    ReinMax is, too, as the loss is a quadratic.
+    """
     torch.manual_seed(82)
     # The first steps of the score function have no baseline yet: unbiased too, but of another variance.
     of_gradients, of_loss = compared(name, 800)
@@ -120,6 +125,90 @@ def test_straight_through_is_biased():
     deviations, _ = compared("straight_through", 500)
     assert deviations[:GATES].max() > 10
     assert deviations[GATES:].max() < STANDARD_ERRORS
+
+
+def mean_slope(name, cost, logits, monkeypatch):
+    """The mean gradient of an estimator over all draws, and the exact one, shape ``(gates,)``."""
+    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(logits))), dtype=torch.float64)
+    every = logits.expand(len(states), -1).clone().requires_grad_()
+    log_q = torch.distributions.Bernoulli(logits=every).log_prob(states).sum(-1)
+    (exact,) = torch.autograd.grad((log_q.exp() * cost(states)).sum(), every)
+    monkeypatch.setattr(BernoulliGate, "sample", lambda gate: states)
+    found, surrogate = Estimators(name)(
+        lambda values: Evaluation({}, cost(values["z"])), {"z": BernoulliGate(logits=every)}, 1
+    )
+    assert surrogate.shape == found[0].cost.shape == (len(states),)
+    (slopes,) = torch.autograd.grad((found[0].cost + surrogate).sum(), every)
+    return (log_q.exp()[:, None] * slopes).sum(0).detach(), exact.sum(0)
+
+
+def test_reinmax_is_exact_for_quadratics(monkeypatch):
+    """Also where gates are multiplied, and up to rounding at log odds of 30; straight-through is not."""
+    torch.manual_seed(89)
+    root, linear = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    logits = torch.tensor([-1.5, -0.3, 0.8, 30.0], dtype=torch.float64)
+
+    def cost(z):
+        return (z @ root).square().sum(-1) + z @ linear
+
+    biases = {}
+    for name in BY_SLOPE:
+        found, exact = mean_slope(name, cost, logits, monkeypatch)
+        biases[name] = (found - exact).abs()
+    assert biases["reinmax"].max() < 1e-13
+    assert biases["straight_through"][:3].min() > 0.05
+
+
+def test_reinmax_is_less_biased_for_a_quartic(monkeypatch):
+    r"""f = (z - c)^4 has the mean slopes p (1 - p) (f'(0) + f'(1)) / 2 and p (1 - p) E[f'(z)].
+
+    At some c the latter is near by chance, but not on average.
+    """
+    logits, square = torch.linspace(-2.5, 2.5, 4, dtype=torch.float64), dict.fromkeys(BY_SLOPE, 0.0)
+    rates = torch.sigmoid(logits)
+    for shift in (-0.8, 0.1, 0.5, 0.9, 1.8):
+        at_zero, at_one = 4 * (-shift) ** 3, 4 * (1 - shift) ** 3
+        weights = {"straight_through": rates, "reinmax": torch.full_like(rates, 0.5)}
+        for name in BY_SLOPE:
+            found, exact = mean_slope(name, lambda z, shift=shift: (z - shift).pow(4).sum(-1), logits, monkeypatch)
+            mean = (1 - weights[name]) * at_zero + weights[name] * at_one
+            torch.testing.assert_close(found, rates * (1 - rates) * mean)
+            square[name] += float((found - exact).square().sum())
+    assert 0 < square["reinmax"] < 0.25 * square["straight_through"]
+
+
+def test_reinmax_in_plates():
+    """Gates of two plates, with several particles and a scale, against the sum over 64 states."""
+
+    def model():
+        with pyro.plate("rows", 2, dim=-2), pyro.plate("columns", 3, dim=-1):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.3, dtype=torch.float64)))
+        pyro.sample("y", dist.Normal((z * WEIGHT[:6].view(2, 3)).sum(), 0.5), obs=torch.tensor(1.0).double())
+
+    pyro.set_rng_seed(90)
+    guide = AutoGate(model, BernoulliGate, init_active_prob=0.7, init_jitter=0.5)
+    guide()
+    elbo = L0_ELBO("free_energy", lam=0.2, estimator="reinmax", num_particles=2)
+    report = measure_gradient(elbo, model, guide, draws=150, exact=True)
+    assert report.mean.shape == (6,)
+    assert (report.bias.abs() < STANDARD_ERRORS * report.standard_error).all()
+
+
+@pytest.mark.parametrize("options", [{"gates": "autoregressive"}, {"slabs": "structured"}], ids=str)
+def test_sites_that_depend_on_others_are_refused(options):
+    """They were drawn given other gates than those of the estimator."""
+    guide = AutoSpikeSlab(with_slabs, slab={"w": "z"}, **options)
+    with pytest.raises(ValueError, match=r"estimator='reinmax', .* but it draws \['z', 'w'\] together"):
+        L0_ELBO("spike_slab", slab={"w": "z"}, estimator="reinmax").differentiable_loss(with_slabs, guide)
+    L0_ELBO("spike_slab", slab={"w": "z"}, estimator="leave_one_out", num_particles=2).loss(with_slabs, guide)
+
+
+def with_slabs():
+    """Two gated weights."""
+    with pyro.plate("features", 2):
+        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.3)))
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal((z * w).sum(-1), 1.0), obs=torch.tensor(1.0))
 
 
 def test_pathwise_gates_beside_them():
@@ -194,7 +283,7 @@ def test_a_cost_of_another_shape_than_the_gates_is_refused():
         Estimators("arm")(lambda values: Evaluation({}, values["z"].sum(0)), gates, 1)
 
 
-@pytest.mark.parametrize("name", [*UNBIASED, "straight_through"])
+@pytest.mark.parametrize("name", [*UNBIASED, *BY_SLOPE])
 def test_a_loss_without_gradients_is_that_of_the_particles(name):
     """Also where particles were asked for together, which only leave-one-out draws so."""
 
