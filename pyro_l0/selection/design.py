@@ -126,13 +126,16 @@ def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
 
 
 # Units of the slabs of logits and of log means, for features of unit deviation.
-_SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0}
+_SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0, "breslow": 1.0, "efron": 1.0}
+_WITHOUT_INTERCEPT = ("gaussian", "breslow", "efron")
 # Whether observations are what a family takes, and what that is.
 _TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]] = {
     "gaussian": (np.isfinite, "finite numbers"),
     "bernoulli": (lambda y: (y == 0) | (y == 1), "0 and 1"),
     "categorical": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
     "poisson": (lambda y: y >= 0, "numbers that are not negative"),
+    "breslow": (np.isfinite, "finite numbers"),
+    "efron": (np.isfinite, "finite numbers"),
 }
 # Sizes whose squares, and products of some of these, are finite in float64 and not zero.
 _LEAST, _MOST = 1e-60, 1e60
@@ -290,7 +293,7 @@ def make_design(
         torch.empty(features.shape, device="meta") if is_sparse else torch.from_numpy(features),
         torch.from_numpy(observations),
         prior,
-        intercept=fit_intercept and not gaussian,
+        intercept=fit_intercept and family not in _WITHOUT_INTERCEPT,
         outputs=outputs,
         gate_of=None if len(gates) == len(varying) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),

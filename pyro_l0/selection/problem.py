@@ -83,7 +83,7 @@ class SelectionPosterior:
         return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error, is_exact)
 
 
-Family = Literal["gaussian", "bernoulli", "categorical", "poisson"]
+Family = Literal["gaussian", "bernoulli", "categorical", "poisson", "breslow", "efron"]
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,11 @@ class Problem:
 
     Attributes:
         family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
-            intercept), Poisson with the logarithm of the mean.
+            intercept), Poisson with the logarithm of the mean; survival times by Cox's partial likelihood, with ties by
+            Breslow or Efron.
         x: features, float64, shape ``(n, p)``.
-        y: observations, float64, shape ``(n,)``; counts, 0 or 1, or the number of a class from 0.
+        y: observations, float64, shape ``(n,)``; counts, 0 or 1, the number of a class from 0, or survival times, which
+            have a minus sign (-0.0, too) where they are censored.
         prior: of the hyperparameters.
         intercept: whether the linear predictor has one, or one for each class.
         outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.

@@ -82,10 +82,9 @@ class Mode(NamedTuple):
         """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2."""
         s, m, outputs = self.coefficients.shape
         covariance = self._covariance()
-        by_output = covariance.view(s, m, outputs, m, outputs).movedim((2, 4), (1, 2))
-        rows = self.columns.mT[:, None, None]
-        of_predictors = ((rows @ by_output) * rows).sum(4).movedim(3, 1)
-        slope = self.columns @ self.likelihood.trace_slope(self.columns.mT @ self.coefficients, of_predictors)
+        eta = self.columns.mT @ self.coefficients
+        of_eta = self.likelihood.trace_slope(self.columns, eta, covariance.view(s, m, outputs, m, outputs))
+        slope = self.columns @ of_eta
         shift: Tensor = (covariance @ slope.flatten(1)[:, :, None]).reshape(s, m, outputs)
         return self.coefficients - 0.5 * shift
 
@@ -129,14 +128,9 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
     def step_from(point: Point, value: Tensor) -> Step:
         """With the Cholesky factor of minus the Hessian, shape ``(s, m K, m K)``."""
         x, eta = point
-        residual, weights = likelihood.derivatives(eta)
+        residual, curvature = likelihood.second_order(columns, eta)
         s, m, outputs = x.shape
-        hessian = x.new_empty(s, m, outputs, m, outputs)
-        for a in range(outputs):
-            for b in range(a + 1):
-                block = (columns * weights[:, None, :, a, b]) @ columns.mT
-                hessian[:, :, a, :, b] = hessian[:, :, b, :, a] = block
-        hessian = hessian.reshape(s, m * outputs, m * outputs)
+        hessian = curvature.reshape(s, m * outputs, m * outputs)
         hessian.diagonal(dim1=1, dim2=2).add_(by_output.expand_as(x).flatten(1))
         root = torch.linalg.cholesky(hessian)
         slope = columns @ residual - by_output * x

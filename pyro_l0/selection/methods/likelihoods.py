@@ -2,37 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from functools import reduce
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.selection.problem import Problem
 
-__all__ = ["Likelihood", "likelihood_of"]
+__all__ = ["CoxLikelihood", "Likelihood", "likelihood_of"]
 
 
-class Likelihood(Protocol):
+class Likelihood(ABC):
     """Of n observations with K linear predictors each."""
 
+    @abstractmethod
     def value(self, eta: Tensor) -> Tensor:
         """Log likelihood, shape ``(s,)``, of linear predictors of shape ``(s, n, K)``."""
-        ...
 
+    @abstractmethod
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """The slope, shape ``(s, n, K)``, and minus the second derivatives, shape ``(s, n, K, K)``."""
-        ...
+        """The slope, shape ``(s, n, K)``, and minus the second derivatives, shape ``(s, n, K, K)``.
 
-    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
-        """Derivatives by eta of the trace of (minus the second derivatives) times covariance, shape ``(s, n, K)``.
-
-        The covariance is that of the linear predictors of each observation, shape ``(s, n, K, K)``.
+        Where the likelihood does not add over observations, these are at least minus the second derivatives: the
+        difference is positive semidefinite.
         """
-        ...
+
+    @abstractmethod
+    def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """The slope, and minus the second derivatives by the coefficients of some features.
+
+        The features have the shape ``(s, m, n)``, and the second result the shape ``(s, m, K, m, K)``.
+        """
+
+    @abstractmethod
+    def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
+        """Derivatives by eta of the trace of the second result above times a covariance of the coefficients.
+
+        The covariance has the shape ``(s, m, K, m, K)``, and the derivatives have that of eta.
+        """
 
 
-class BernoulliLikelihood:
+class IndependentLikelihood(Likelihood):
+    """One that adds over observations."""
+
+    def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        slope, weights = self.derivatives(eta)
+        s, m, _ = columns.shape
+        outputs = eta.shape[2]
+        curvature = columns.new_empty(s, m, outputs, m, outputs)
+        for a in range(outputs):
+            for b in range(a + 1):
+                part = (columns * weights[:, None, :, a, b]) @ columns.mT
+                curvature[:, :, a, :, b] = curvature[:, :, b, :, a] = part
+        return slope, curvature
+
+    def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        rows = columns.mT[:, None, None]
+        by_output = covariance.movedim((2, 4), (1, 2))
+        return self._trace_slope(eta, ((rows @ by_output) * rows).sum(4).movedim(3, 1))
+
+    @abstractmethod
+    def _trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """The same from the covariance of the linear predictors of each observation, shape ``(s, n, K, K)``."""
+
+
+class BernoulliLikelihood(IndependentLikelihood):
     """Logits eta of observations 0 and 1, shape ``(n,)``, with weights of shape ``(n, 1)``."""
 
     def __init__(self, y: Tensor, weight: Tensor) -> None:
@@ -45,12 +85,12 @@ class BernoulliLikelihood:
         prob = torch.sigmoid(eta)
         return self._weight * (self._y - prob), (self._weight * prob * torch.sigmoid(-eta))[..., None]
 
-    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+    def _trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
         prob = torch.sigmoid(eta)
         return self._weight * prob * (1 - prob) * (1 - 2 * prob) * covariance[..., 0]
 
 
-class CategoricalLikelihood:
+class CategoricalLikelihood(IndependentLikelihood):
     """Logits eta of K classes; observations are the numbers of classes, shape ``(n,)``; weights as above."""
 
     def __init__(self, y: Tensor, weight: Tensor, classes: int) -> None:
@@ -66,7 +106,7 @@ class CategoricalLikelihood:
         curvature = weighted * eye - weighted[:, None] * prob
         return self._hot - weighted.movedim(0, 2), curvature.movedim((0, 1), (2, 3))
 
-    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+    def _trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
         prob = eta.softmax(2)
         by_prob = covariance.diagonal(dim1=2, dim2=3) - 2 * (covariance @ prob[..., None])[..., 0]
         return self._weight * prob * (by_prob - (prob * by_prob).sum(2, keepdim=True))
@@ -77,7 +117,7 @@ def _by_class(eta: Tensor) -> Tensor:
     return eta.movedim(-1, 0).contiguous()
 
 
-class PoissonLikelihood:
+class PoissonLikelihood(IndependentLikelihood):
     """Logs eta of the means of counts, shape ``(n,)``; weights as above."""
 
     def __init__(self, y: Tensor, weight: Tensor) -> None:
@@ -91,13 +131,99 @@ class PoissonLikelihood:
         mean = eta.exp()
         return self._weight * (self._y - mean), (self._weight * mean)[..., None]
 
-    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+    def _trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
         return self._weight * eta.exp() * covariance[..., 0]
+
+
+_LARGEST = 700.0  # exponents, beyond which derivatives are too small: of predictors that differ by more
+
+
+class CoxLikelihood(Likelihood):
+    r"""Log partial likelihood of survival times, with Breslow's or Efron's way with ties.
+
+    The total of each of E events is over those who were at risk,
+
+    .. math:: S_k = \sum_i a_{ki} \exp(\eta_i), \qquad \log L = \sum_k (\eta_k - \log S_k),
+
+    with weights a of 1 by Breslow (1974), Biometrics 30, p. 92. By Efron (1977), JASA 72, eq. 3.4, they are 1 - l / d
+    for the d events at the same time, of which l were counted before. The derivatives are those of E categorical
+    variables with probabilities a exp(eta) / S. All sums are cumulative in the order of decreasing times.
+    """
+
+    def __init__(self, time: Tensor, event: Tensor, efron: bool) -> None:
+        order = np.lexsort((event.numpy(), -time.numpy()))  # of equal times, those without an event first
+        self._order, self._inverse = torch.from_numpy(order), torch.from_numpy(np.argsort(order))
+        rising, self._event = -time[self._order], event[self._order].double()
+        of_event = rising[self._event > 0]
+        self.times = -of_event
+        # How many are at risk for each event, and how many of its time's events are up to it.
+        end, last = (torch.searchsorted(x, of_event, right=True) for x in (rising, of_event))
+        ties = last - torch.searchsorted(of_event, of_event)
+        share = (last - 1 - torch.arange(len(last))) / ties.double() * efron
+        # Where it is cut for each event, and the shares of these sums.
+        self._parts = [(end, 1 - share), (end - ties, share)][: 1 + bool(share.any())]
+
+    def value(self, eta: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return (self._event * eta[..., self._order, 0]).sum(-1) - self.log_totals(eta).sum(-1)
+
+    def log_totals(self, eta: Tensor) -> Tensor:
+        """log S of each event, in the order of ``times``, shape ``(..., E)``."""
+        below = F.pad(eta[..., self._order, 0].logcumsumexp(-1), (1, 0), value=-math.inf)
+        totals: Tensor = reduce(torch.logaddexp, (below[..., at] + share.log() for at, share in self._parts))
+        return totals
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        risk = self._at_risk(eta)
+        weights = self._summed(risk, torch.ones_like(risk[1]))[:, 0]
+        slope = self._event - weights
+        return slope[:, self._inverse, None], weights[:, self._inverse, None, None]
+
+    def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        slope, weights = self.derivatives(eta)
+        means = self._averages(self._at_risk(eta), columns[:, :, self._order])
+        curvature = (columns * weights[:, None, :, 0, 0]) @ columns.mT - means @ means.mT
+        return slope, curvature[:, :, None, :, None]
+
+    def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        risk = self._at_risk(eta)
+        rows = torch.linalg.cholesky(covariance[:, :, 0, :, 0]).mT @ columns[:, :, self._order]
+        square = rows.square().sum(1, keepdim=True)
+        means = self._averages(risk, rows)
+        constant = 2 * means.square().sum(1, keepdim=True) - self._averages(risk, square)
+        total: Tensor = square * self._summed(risk, torch.ones_like(constant)) + self._summed(risk, constant)
+        total = total[:, 0] - 2 * (rows * self._summed(risk, means)).sum(1)
+        return total[:, self._inverse, None]
+
+    def _at_risk(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(eta) in order, shape ``(s, 1, n)``, and 1 / S, ``(s, 1, E)``, both relative to the largest exp(eta)."""
+        top = eta.amax(1)
+        relative = (eta[:, self._order, 0] - top).exp()
+        inverse = (top - self.log_totals(eta)).clamp(max=_LARGEST).exp()
+        return relative[:, None], inverse[:, None]
+
+    def _averages(self, risk: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
+        """Means of values in order over who was at risk, by their probabilities: ``(s, m, n)`` to ``(s, m, E)``."""
+        below = F.pad((risk[0] * values).cumsum(2), (1, 0))
+        total: Tensor = reduce(torch.add, (share * below[:, :, at] for at, share in self._parts))
+        return total * risk[1]
+
+    def _summed(self, risk: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
+        """Sums of values of the events for each who was at risk, by probabilities: ``(s, m, E)`` to ``(s, m, n)``."""
+        ends = values.new_zeros(*values.shape[:2], risk[0].shape[2] + 1)
+        for at, share in self._parts:
+            ends.index_add_(2, at, share * risk[1] * values)
+        return risk[0] * ends.flip(2).cumsum(2).flip(2)[:, :, 1:]
 
 
 def likelihood_of(problem: Problem) -> Likelihood:
     """The likelihood of a problem that is not Gaussian."""
     y = problem.y
+    if problem.family in ("breslow", "efron"):
+        return CoxLikelihood(y.abs(), ~y.signbit(), problem.family == "efron")
     weight = (torch.ones_like(y) if problem.weight is None else problem.weight)[:, None]
     if problem.family == "categorical":
         return CategoricalLikelihood(y, weight, problem.outputs)

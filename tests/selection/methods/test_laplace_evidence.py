@@ -88,10 +88,14 @@ def test_derivatives(family):
     for k in range(problem.outputs):
         (row,) = torch.autograd.grad(by_autograd[..., k].sum(), eta, retain_graph=True)
         torch.testing.assert_close(weights[..., k], -row)
-    root = torch.randn(2, 7, problem.outputs, problem.outputs, dtype=torch.float64)
-    covariance = root @ root.mT
-    (by_autograd,) = torch.autograd.grad((weights * covariance).sum(), eta)
-    torch.testing.assert_close(likelihood.trace_slope(eta, covariance), by_autograd)
+    columns = torch.randn(2, 3, 7, dtype=torch.float64)
+    slope, curvature = likelihood.second_order(columns, eta)
+    torch.testing.assert_close(slope, likelihood.derivatives(eta)[0])
+    torch.testing.assert_close(curvature, torch.einsum("sjn,snab,skn->sjakb", columns, weights, columns))
+    root = torch.randn(2, *[3 * problem.outputs] * 2, dtype=torch.float64)
+    covariance = (root @ root.mT).view_as(curvature)
+    (by_autograd,) = torch.autograd.grad((curvature * covariance).sum(), eta)
+    torch.testing.assert_close(likelihood.trace_slope(columns, eta, covariance), by_autograd)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
