@@ -1,9 +1,9 @@
 """Run the programs of README.md and of the docs: python docs/run_code.py [PAGE ...]
 
 A program is a block of ``python`` on a page, with all cells above it that run while the docs are built. Each runs in a
-process and a folder of its own. A comment right above a block says what is special about it: ``<!-- after: PAGE -->``
-puts the first cell of another page before it, and ``<!-- not run: WHY -->`` leaves it out. Pages of the laboratory,
-which quote scripts, are left out.
+process and a folder of its own; so do the cells of a page that is named, if no program comes after them. A comment
+right above a block says what is special about it: ``<!-- after: PAGE -->`` puts the first cell of another page before
+it, and ``<!-- not run: WHY -->`` leaves it out. Pages of the laboratory, which quote scripts, are left out.
 """
 
 from __future__ import annotations
@@ -45,17 +45,21 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted(page for page in found if not {"_build", "lab"} & set(page.parts))]
 
 
-def programs(page: Path) -> Iterator[Program]:
-    """The programs of a page, in order."""
-    text, cells = page.read_text(), ""
+def programs(page: Path, with_cells: bool = False) -> Iterator[Program]:
+    """The programs of a page, in order, and at the end its cells, if they are wanted and no program has run them."""
+    text, cells, left = page.read_text(), "", 0
+    name = str(page.relative_to(ROOT) if page.is_relative_to(ROOT) else page)
     for block in BLOCK.finditer(text):
         code = re.sub(f"^{block['indent']}", "", block["code"], flags=re.MULTILINE)
         if block["kind"] != "python":
             cells += OPTIONS.sub("", code)
+            left = text.count("\n", 0, block.start("code"))
             continue
+        left = 0
         before = first_cell(page.parent / block["after"]) if block["after"] else cells
-        name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
-        yield Program(str(name), text.count("\n", 0, block.start("code")), f"{before}\n{code}", block["why"])
+        yield Program(name, text.count("\n", 0, block.start("code")), f"{before}\n{code}", block["why"])
+    if with_cells and left:
+        yield Program(name, left, cells, None)
 
 
 def first_cell(page: Path) -> str:
@@ -84,7 +88,7 @@ def main(names: list[str]) -> int:
     """Run all programs, or those of some pages; the number of those that failed."""
     failed = 0
     for page in [Path(name).resolve() for name in names] or pages():
-        for program in programs(page):
+        for program in programs(page, bool(names)):
             where = f"{program.page}, line {program.line}"
             if program.left_out is not None:
                 print(f"{where}: not run, {program.left_out}", flush=True)

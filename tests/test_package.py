@@ -68,7 +68,12 @@ def imported(folder):
     folders = [ROOT / "examples", ROOT / "docs", ROOT / "tests" / "bench"]
     scripts = [script for scripts in folders for script in scripts.rglob("*.py")]
     own = {path.stem for path in scripts} | {"common", "pyro_l0", "tests"}
-    known = {"sklearn": "scikit-learn", "pyro": "pyro-ppl", "torch_pruning": "torch-pruning"}
+    known = {
+        "sklearn": "scikit-learn",
+        "pyro": "pyro-ppl",
+        "torch_pruning": "torch-pruning",
+        "millipede": "millipede-regression",
+    }
     return {known.get(name, name) for name in names - own - set(sys.stdlib_module_names)}
 
 

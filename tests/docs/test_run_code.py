@@ -68,6 +68,17 @@ def test_failures_are_named_and_counted(tmp_path, capsys):
     assert printed.count(": ok") == 2
 
 
+def test_cells_of_a_named_page_run(tmp_path, capsys):
+    write(tmp_path)
+    cells = tmp_path / "other.md"
+    assert list(run_code.programs(cells)) == []
+    assert [program.code for program in run_code.programs(cells, with_cells=True)] == ["y = 4\ny = 5\n"]
+    assert run_code.main([str(cells)]) == 0
+    cells.write_text(cells.read_text().replace("y = 5", "y[5]"))
+    assert run_code.main([str(cells)]) == 1
+    assert "not subscriptable" in capsys.readouterr().out
+
+
 def test_every_page_can_be_read():
     pages = run_code.pages()
     assert len([program for page in pages for program in run_code.programs(page)]) > 10
