@@ -17,7 +17,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import _check_feature_names_in, _check_sample_weight, check_is_fitted, validate_data
 
 from pyro_l0.expect import expect_count
 from pyro_l0.maths.tempered_gibbs import progress
@@ -199,6 +199,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Raises:
             ValueError: ``fdr`` is not between 0 and 1.
+
+        Warns:
+            UserWarning: no member of a credible set is selected, as features that correlate share its probability.
         """
         check_is_fitted(self)
         if not 0 <= fdr <= 1:
@@ -210,7 +213,39 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         false = np.cumsum(1 - pips[order]) / np.arange(1, len(order) + 1)
         # The means increase with the size of the set, as 1 - PIP does.
         size = min(np.searchsorted(false, fdr, side="right"), np.count_nonzero(pips > 0.5))
-        return np.sort(order[:size])
+        chosen = np.sort(order[:size])
+        shared = [found for found in self.credible_sets_ if len(found.features) > 1 and found.probability >= 1 - fdr]
+        missed = [str(found) for found in shared if not np.isin(found.features, chosen).any()]
+        if missed:
+            warnings.warn(
+                f"Of {' and of '.join(missed)} some member has an effect, but none is selected, as no single one is "
+                "probable enough. Report the set, or leave out all of its features but one and fit again.",
+                stacklevel=2,
+            )
+        return chosen
+
+    def transform(self, X: ArrayLike) -> Any:  # noqa: N803
+        """Reduce X to the selected features; a categorical one becomes the dummies of its levels.
+
+        Args:
+            X: features, shape ``(m, p)``.
+
+        Returns:
+            The selected features, shape ``(m, q)``: an array, or a data frame after ``set_output``.
+        """
+        if not self._columns.levels or not self._get_support_mask().any():
+            return super().transform(X)
+        return self._validated_features(X)[:, self._selected_columns()]
+
+    def get_feature_names_out(self, input_features: ArrayLike | None = None) -> NDArray[np.object_]:
+        """Names of the columns that ``transform`` returns, ``city[Rome]`` for a dummy.
+
+        Args:
+            input_features: names of the features; by default those of the fit.
+        """
+        check_is_fitted(self)
+        names = self._columns.names(list(_check_feature_names_in(self, input_features)))
+        return np.array(names, dtype=object)[self._selected_columns()]
 
     def sample(self, n: int = 1000) -> dict[str, NDArray[Any]]:
         """Draw jointly from the posterior, in the units of the data.
@@ -356,10 +391,21 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         """Features and observations as numbers; attributes of the data are set."""
         sparse = "csc" if self._takes_sparse else False
-        found, target = validate_data(
-            self, x, y, accept_sparse=sparse, dtype=np.float64, y_numeric=True, ensure_min_samples=2
-        )
+        found, target = self._finite(x, y, accept_sparse=sparse, y_numeric=True, ensure_min_samples=2)
         return found, np.array(target, dtype=np.float64)
+
+    def _finite(self, *data: ArrayLike, **options: Any) -> Any:
+        """What ``validate_data`` returns for X, or X and y, if no feature has missing values."""
+        found = validate_data(self, *data, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+        sums = np.ravel((found if len(data) == 1 else found[0]).sum(0))
+        missing = [repr(name) for name, total in zip(self._names(), sums, strict=True) if np.isnan(total)]
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ValueError(
+                f"Expected X without missing values, but there are NaN in {shown}. Fill them in by a transformer of "
+                "sklearn.impute in front, or drop their rows or these features."
+            )
+        return found
 
     @abstractmethod
     def _family(self) -> Family:
@@ -383,12 +429,17 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         x = tabular(x)
         sparse = "csr" if self._takes_sparse else False
         coded_x = coded(x, self._columns.levels)
-        found: Array = validate_data(self, coded_x, accept_sparse=sparse, dtype=np.float64, reset=False)
+        found: Array = self._finite(coded_x, accept_sparse=sparse, reset=False)
         return self._columns.dummies(found)
 
     def _get_support_mask(self) -> NDArray[np.bool_]:
         check_is_fitted(self)
         return np.isin(self._group_of, self.select())
+
+    def _selected_columns(self) -> NDArray[np.bool_]:
+        """Which columns of the coefficients belong to selected features."""
+        mask: NDArray[np.bool_] = self._get_support_mask()[self._columns.feature_of]
+        return mask
 
     def _names(self) -> list[str]:
         """Of the features, as scikit-learn calls those without names."""

@@ -12,7 +12,7 @@ from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils import Tags
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d, validate_data
+from sklearn.utils.validation import column_or_1d
 
 from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.predictive import summaries
@@ -214,7 +214,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         return labels
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
-        found, labels = validate_data(self, x, y, dtype=np.float64, ensure_min_samples=2)
+        found, labels = self._finite(x, y, ensure_min_samples=2)
         check_classification_targets(labels)
         self.classes_, numbers = np.unique(column_or_1d(labels), return_inverse=True)
         if len(self.classes_) < 2:

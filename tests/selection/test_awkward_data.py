@@ -5,7 +5,10 @@ import warnings
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_array
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 from pyro_l0.selection.methods import exact_chains, sampling
@@ -87,6 +90,29 @@ def test_nan_is_refused(kind, where):
         y[3] = np.nan
     with pytest.raises(ValueError, match=r"NaN|contains nan|mix of label input types|unknown label"):
         kind().fit(x, y)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_missing_values_are_named(kind):
+    """In fits and predictions, by up to five names, and what to do."""
+    x, y = data(kind)
+    new = x[:3].copy()
+    new[1, [0, 2]] = np.nan
+    with pytest.raises(ValueError, match=r"there are NaN in 'x0', 'x2'\. Fill them in by a transformer of sklearn.imp"):
+        fitted(kind).predict(new)
+    wide = np.full((len(y), 7), np.nan)
+    with pytest.raises(ValueError, match=r"there are NaN in 'x0', 'x1', 'x2', 'x3', 'x4' and 2 more\. Fill"):
+        kind().fit(wide, y)
+    piped = make_pipeline(SimpleImputer(), kind(random_state=0))
+    x[3, 1] = np.nan
+    assert piped.fit(x, y).predict(new).shape == (3,)
+
+
+def test_missing_values_of_sparse_features_are_named():
+    x, y = data(SpikeSlabRegressor)
+    x[2, 3] = np.nan
+    with pytest.raises(ValueError, match="there are NaN in 'x3'"):
+        SpikeSlabRegressor().fit(csr_array(x), y)
 
 
 @pytest.mark.parametrize(

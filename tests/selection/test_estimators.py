@@ -19,6 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 import pyro_l0.selection
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection.credible_sets import CredibleSet
 from tests.selection.fitted import ESTIMATORS, data, fitted, three_classes
 
 
@@ -171,7 +172,7 @@ def test_intervals_are_quantiles():
 def with_pips(pips):
     """An estimator of which only the inclusion probabilities matter."""
     model = SpikeSlabRegressor()
-    model.pip_, model.n_features_in_ = np.array(pips), len(pips)
+    model.pip_, model.n_features_in_, model.credible_sets_ = np.array(pips), len(pips), []
     return model
 
 
@@ -197,6 +198,30 @@ def test_an_unsure_feature_is_not_selected():
     model = with_pips([0.99, 0.95, 0.98])
     model._standard_error = np.array([0.06, 0.05, 0.0])
     assert model.select(0.5).tolist() == [1, 2]
+
+
+def test_a_set_whose_members_share_the_probability_is_named():
+    """Where none of them is selected, whatever else is; not if fewer false discoveries than the set are asked for."""
+    model = with_pips([0.49, 0.99, 0.49, 0.0])
+    model.credible_sets_ = [CredibleSet((1,), 0.99, 1.0), CredibleSet((0, 2), 0.98, 0.99)]
+    with pytest.warns(UserWarning, match=r"Of \{0, 2\} \(probability 0.980, purity 0.99\) some member has an effect"):
+        assert model.select().tolist() == [1]
+    assert model.select(0.015).tolist() == [1]
+    model.pip_ = np.array([0.96, 0.99, 0.49, 0.0])
+    assert model.select().tolist() == [0, 1]
+
+
+def test_near_copies_leave_a_selection_empty_and_are_named():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(100, 1)) + 0.01 * rng.normal(size=(100, 3))
+    model = SpikeSlabRegressor(random_state=0).fit(pd.DataFrame(x, columns=list("abc")), x[:, 0] + rng.normal(size=100))
+    with pytest.warns(UserWarning, match=r"Of \{(., ){2}.\} \(probability .* Report the set, or leave out all"):
+        assert model.select().tolist() == []
+    with (
+        pytest.warns(UserWarning, match="some member has an effect"),
+        pytest.warns(UserWarning, match="No features were selected"),
+    ):
+        model.set_output(transform="pandas").transform(pd.DataFrame(x, columns=list("abc")))
 
 
 def test_an_empty_selection_warns_as_in_scikit_learn():

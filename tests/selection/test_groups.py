@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 from sklearn.base import clone
-from sklearn.model_selection import cross_val_score
+from sklearn.feature_selection import SelectFromModel
+from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -134,18 +136,59 @@ def test_a_factor_has_one_gate():
     assert model.n_features_in_ == 4
     assert model.pip_.shape == (4,)
     assert model.select().tolist() == [0, 1]
-    assert model.get_feature_names_out().tolist() == ["size", "city"]
     names = ["size", "city[a]", "city[b]", "city[c]", "city[d]", "age", "day[10]", "day[20]", "day[30]"]
     assert model.summary().index.tolist() == names
     coefficients = dict(zip(names, model.coef_, strict=True))
     assert coefficients["city[a]"] - coefficients["city[b]"] == pytest.approx(2.0, abs=0.6)
     assert [s.names for s in model.credible_sets_] == [("size",), ("city",)]
     assert np.corrcoef(model.predict(frame), y)[0, 1] > 0.7
-    assert model.set_output(transform="pandas").transform(frame).columns.tolist() == ["size", "city"]
     found = model.to_arviz()
     assert found["posterior"]["coef"].coords["feature"].values.tolist() == names
     assert found["posterior"]["z"].coords["group"].values.tolist() == ["size", "city", "age", "day"]
     assert cross_val_score(SpikeSlabRegressor(random_state=0), frame, y, cv=3, error_score="raise").mean() > 0.4
+
+
+@pytest.mark.parametrize("groups", [None, [0, 1, 2, 0]])
+def test_a_selected_factor_is_transformed_to_its_dummies(groups):
+    """Numbers stay as they are; a level that new rows lack keeps its column, and rows without a factor have zeros."""
+    frame, y = shops()
+    model = SpikeSlabRegressor(groups=groups, random_state=0).fit(frame, y)
+    names = ["size", "city[a]", "city[b]", "city[c]", "city[d]", "day[10]", "day[20]", "day[30]"][: 8 if groups else 5]
+    assert model.get_feature_names_out().tolist() == names
+    with pytest.raises(ValueError, match="input_features is not equal to feature_names_in_"):
+        model.get_feature_names_out(["a", "b", "c", "d"])
+    some = frame[frame["city"] != "a"].iloc[:9]
+    found = model.transform(some)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found[:, 0], some["size"])
+    for j, name in enumerate(names[1:], 1):
+        column, level = name[:-1].split("[")
+        np.testing.assert_array_equal(found[:, j], some[column].astype(str) == level)
+    table = model.set_output(transform="pandas").transform(some)
+    assert (table.columns.tolist(), table.index.tolist()) == (names, some.index.tolist())
+    np.testing.assert_array_equal(table, found)
+
+
+def test_a_regression_behind_takes_a_factor():
+    """In a pipeline, in a search over it, and where no feature is selected."""
+    frame, y = shops()
+    pipe = make_pipeline(SpikeSlabRegressor(random_state=0), LinearRegression())
+    assert pipe.fit(frame, y)[-1].n_features_in_ == 5
+    assert pipe.score(frame, y) > 0.5
+    search = GridSearchCV(pipe, {"spikeslabregressor__expected_size": [1, 2]}, cv=2, error_score="raise").fit(frame, y)
+    assert search.best_score_ > 0.4
+    model = SpikeSlabRegressor(random_state=0).fit(frame, np.random.default_rng(0).normal(size=len(y)))
+    with pytest.warns(UserWarning, match="No features were selected"):
+        assert model.set_output(transform="pandas").transform(frame).shape == (len(y), 0)
+
+
+def test_by_inclusion_probability_in_select_from_model():
+    """It takes columns as they are, so the frame has numbers alone."""
+    frame, y = shops()
+    numbers = frame[["size", "age"]]
+    chosen = SelectFromModel(SpikeSlabRegressor(random_state=0), importance_getter="pip_", threshold=0.5)
+    assert chosen.fit(numbers, y).get_feature_names_out().tolist() == ["size"]
+    assert make_pipeline(chosen, LinearRegression()).fit(numbers, y)[-1].n_features_in_ == 1
 
 
 def test_order_and_names_of_levels_do_not_matter():
@@ -188,7 +231,7 @@ def test_other_levels_and_other_containers_are_refused():
         model.predict(new.assign(city=["a", "z", "b"]))
     with pytest.raises(TypeError, match="Expected a DataFrame, as some features are categorical, but got ndarray"):
         model.predict(new.to_numpy())
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ValueError, match="there are NaN in 'city'"):
         SpikeSlabRegressor().fit(frame.assign(city=frame["city"].where(frame["city"] != "a")), y)
 
 
@@ -224,5 +267,9 @@ def test_frames_of_polars():
     np.testing.assert_allclose(first.pip_, second.pip_, atol=1e-12)
     np.testing.assert_allclose(first.predict(frame), second.predict(other), atol=1e-12)
     assert second.summary().index.tolist() == first.summary().index.tolist()
+    table = second.set_output(transform="polars").transform(other)
+    assert isinstance(table, pl.DataFrame)
+    np.testing.assert_array_equal(table.to_numpy(), first.transform(frame))
+    assert table.columns == first.get_feature_names_out().tolist()
     with pytest.raises(ValueError, match=r"\['city'\] hold text; .* cast them to pl.Categorical in polars"):
         SpikeSlabRegressor().fit(text, y)
