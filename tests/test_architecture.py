@@ -40,7 +40,7 @@ OPTIONAL = {
     "safetensors.safe_open",
     "safetensors.torch",
     "safetensors.torch.save",
-    "tqdm.trange",
+    "tqdm.tqdm",
 }
 
 

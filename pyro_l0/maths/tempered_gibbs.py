@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,13 +31,11 @@ def progress(shown: bool) -> Iterator[None]:
         _SHOWN.reset(token)
 
 
-def counted(number: int, unit: str) -> Iterable[int]:
-    """Count to a number, with a bar by tqdm where progress is shown."""
-    if not _SHOWN.get():
-        return range(number)
-    from tqdm import trange  # type: ignore[import-untyped]
+def counted(number: int, unit: str, delay: float = 0.0) -> Any:
+    """Count to a number: a bar of tqdm, which appears after some seconds where progress is shown."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    return trange(number, desc=unit)  # type: ignore[no-any-return]
+    return tqdm(range(number), desc=unit, delay=delay, disable=not _SHOWN.get())
 
 
 class GatePrior(Protocol):

@@ -60,7 +60,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             closes all of its coefficients. None: each feature, and each categorical column, is one.
         random_state: an int makes fits reproducible; None takes fresh random numbers. Neither changes numpy's global
             generator.
-        verbose: whether a bar shows the progress of the chains.
+        verbose: whether bars show the progress of what takes long.
 
     Attributes:
         pip_: P(z = 1 | y) of every feature, its inclusion probability, shape ``(p,)``; of every group with ``groups``.

@@ -21,7 +21,7 @@ from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "JumpingChains", "draw_polya_gamma", "is_augmented", "standard_error"]
 
-_ROUNDS = 24  # of sweeps, at most
+_FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
 
 
 def standard_error(record: Tensor) -> Tensor:
@@ -59,13 +59,19 @@ class ExactChains(ABC):
     def posterior(self, log_evidence: float, draws: int, error: float) -> SelectionPosterior:
         """Sweep until no standard error is larger than ``error``, or ``_ROUNDS`` times a round."""
         record: list[tuple[Tensor, ...]] = []
-        for rounds in range(1, _ROUNDS + 1):
-            record += [self._sweep() for _ in counted(self.sweeps, "sweeps of exact chains")]
-            used = record[int(self.warm_up * len(record)) :]
-            probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
-            found = standard_error(probs)
-            if rounds > 3 and found.max() <= error:
-                break
+        with counted(_FEWEST * self.sweeps, "sweeps of exact chains") as bar:
+            for rounds in range(1, _ROUNDS + 1):
+                for _ in range(self.sweeps):
+                    record.append(self._sweep())
+                    bar.update()
+                used = record[int(self.warm_up * len(record)) :]
+                probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
+                found = standard_error(probs)
+                is_enough = rounds >= _FEWEST and bool(found.max() <= error)
+                needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(found.max() / error) ** 2)
+                bar.total = self.sweeps * math.ceil(min(_ROUNDS, needed))
+                if is_enough:
+                    break
         z, log_slab, beta, mean, variance = (part.flatten(0, 1) for part in others)
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)

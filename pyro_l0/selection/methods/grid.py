@@ -15,13 +15,14 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from pyro_l0.maths.tempered_gibbs import distinct_rows, open_counts
+from pyro_l0.maths.tempered_gibbs import counted, distinct_rows, open_counts
 from pyro_l0.selection.problem import Problem
 
 # Nodes of an axis: to find the mode, and to integrate. The trapezoidal rule errs by 2 exp(-2 pi^2 / h^2) at steps of h
 # standard deviations, and by about exp(-pi^2 / (2 h)) for the log of a half-normal scale, which takes the most.
 COARSE, NODES = 18, 30
 NEGLIGIBLE = 9.0  # nats below the mode, where integrals end: 4.2 deviations of a normal density
+_LONG = 1.0  # seconds after which batches show a bar
 _LIGHT = 20.0  # nats below the likeliest gate vector, beyond which a rough integral is enough
 
 
@@ -60,11 +61,14 @@ def batches_of(on: Tensor, most: Callable[[int], int]) -> Iterator[Batch]:
     ``most`` says how many gate vectors with k open features a batch may have.
     """
     count = open_counts(on).long()
-    for k in count.unique().tolist():
-        rows = torch.nonzero(count == k)[:, 0]
-        features = torch.nonzero(on[rows])[:, 1].reshape(len(rows), k)
-        size = max(1, most(k))
-        yield from map(Batch, rows.split(size), features.split(size))
+    with counted(len(on), "gate vectors", _LONG) as bar:
+        for k in count.unique().tolist():
+            rows = torch.nonzero(count == k)[:, 0]
+            features = torch.nonzero(on[rows])[:, 1].reshape(len(rows), k)
+            size = max(1, most(k))
+            for batch in map(Batch, rows.split(size), features.split(size)):
+                yield batch
+                bar.update(len(batch.rows))
 
 
 class GridEvidence(ABC, Generic[BatchT]):

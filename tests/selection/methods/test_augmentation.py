@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
@@ -17,11 +18,11 @@ def labels(n, p, seed):
     return x, (1.5 * x[:, 0] - x[:, 1] + rng.logistic(size=n) > 0).astype(float)
 
 
-def sampled(problem, seed=1, size=32):
+def sampled(problem, seed=1, size=32, error=0.0):
     generator = seeded(seed)
     z = torch.zeros(size, problem.gates, dtype=torch.bool)
     start = torch.full((size,), problem.prior.slab_scale or 1.0, dtype=torch.float64).log()
-    return AugmentedChains(problem, z, start, generator).posterior(0.0, 2000, 0.0)
+    return AugmentedChains(problem, z, start, generator).posterior(0.0, 2000, error)
 
 
 @pytest.fixture
@@ -47,6 +48,21 @@ def test_sum_over_all_gates(groups, intercept, short):
     drawn = found.draws.coefficients.toarray()
     np.testing.assert_allclose(drawn.mean(0), exact.mean[:, 0], atol=0.15 * exact.sd.max())
     assert (found.draws.intercept != 0).all() == intercept
+
+
+@pytest.mark.parametrize("error", [0.0, 1.0])
+@torch.no_grad()
+def test_one_bar_for_a_whole_run(error, capsys, monkeypatch):
+    """Its total follows the error that is left, and is in the end the sweeps that were made."""
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 6)
+    monkeypatch.setattr(AugmentedChains, "sweeps", 3)
+    problem = make_design(*labels(20, 2, seed=2), "bernoulli", slab_scale=1.0, rate=0.5).problem
+    with progress(True):
+        sampled(problem, size=4, error=error)
+    shown = capsys.readouterr().err
+    number = 12 if error else 18
+    assert shown.count("sweeps of exact chains: 100%") == shown.count("\n") == 1
+    assert f"| {number}/{number} " in shown
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
-from pyro_l0.selection.methods import METHODS
+from pyro_l0.selection.methods import METHODS, grid
 
 
 def data(p=4, n=100):
@@ -78,10 +78,16 @@ def test_what_chains_that_disagree_would_need(monkeypatch):
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_progress(verbose, capsys):
+@pytest.mark.parametrize(("kind", "method"), [(SpikeSlabRegressor, "tempered"), (SpikeSlabClassifier, "enumerate")])
+def test_progress(kind, method, verbose, capsys, monkeypatch):
+    """Every bar ends at its total, also those of steps that seldom take long."""
+    monkeypatch.setattr(grid, "_LONG", 0.0)
     x, y = data()
-    SpikeSlabRegressor(method="tempered", random_state=0, verbose=verbose).fit(x, y)
-    assert ("flips" in capsys.readouterr().err) == verbose
+    kind(method=method, random_state=0, verbose=verbose).fit(x, y > 0)
+    lines = capsys.readouterr().err.split("\n")[:-1]
+    assert any("gate vectors" in line for line in lines) == verbose
+    assert any("flips" in line for line in lines) == (verbose and method == "tempered")
+    assert all("100%" in line for line in lines)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
