@@ -18,7 +18,8 @@ PACKAGES = {
     "diagnostics": "diagnose to_arviz",
     "pruning": "Training prune",
     "training": "Checkpoint epochs process_group",
-    "selection": "NeuralFeatureSelector SpikeSlabClassifier SpikeSlabPoissonRegressor SpikeSlabRegressor credible_sets",
+    "selection": "NeuralFeatureSelector SpikeSlabClassifier SpikeSlabCox SpikeSlabPoissonRegressor "
+    "SpikeSlabRegressor credible_sets",
 }
 NAMES = {package: set(names.split()) for package, names in PACKAGES.items()}
 
@@ -30,8 +31,9 @@ def test_names_of_a_package(package):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_the_front_door_has_at_most_forty_one_names():
-    assert len(set(pyro_l0.__all__).union(*NAMES.values())) <= 41
+def test_the_front_door_has_few_names():
+    """Eight of them are estimators for the different responses of regressions."""
+    assert len(set(pyro_l0.__all__).union(*NAMES.values())) <= 48
 
 
 def test_every_name_has_an_entry_in_the_docs():

@@ -11,10 +11,12 @@ if find_spec("sklearn") is None:
 from pyro_l0.selection.credible_sets import credible_sets
 from pyro_l0.selection.neural import NeuralFeatureSelector
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection.responses import SpikeSlabCox
 
 __all__ = [
     "NeuralFeatureSelector",
     "SpikeSlabClassifier",
+    "SpikeSlabCox",
     "SpikeSlabPoissonRegressor",
     "SpikeSlabRegressor",
     "credible_sets",

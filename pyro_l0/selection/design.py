@@ -16,7 +16,7 @@ from scipy.sparse import csc_array, csr_array, issparse
 
 from pyro_l0.expect import expect
 from pyro_l0.maths.second_order import SparseColumns
-from pyro_l0.selection.problem import Draws, Family, Prior, Problem, SelectionPosterior
+from pyro_l0.selection.problem import PARTIAL, Draws, Family, Prior, Problem, SelectionPosterior
 
 if TYPE_CHECKING:
     import pandas
@@ -127,7 +127,6 @@ def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
 
 # Units of the slabs of logits and of log means, for features of unit deviation.
 _SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0, "breslow": 1.0, "efron": 1.0}
-_WITHOUT_INTERCEPT = ("gaussian", "breslow", "efron")
 # Whether observations are what a family takes, and what that is.
 _TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]] = {
     "gaussian": (np.isfinite, "finite numbers"),
@@ -293,7 +292,7 @@ def make_design(
         torch.empty(features.shape, device="meta") if is_sparse else torch.from_numpy(features),
         torch.from_numpy(observations),
         prior,
-        intercept=fit_intercept and family not in _WITHOUT_INTERCEPT,
+        intercept=fit_intercept and not gaussian and family not in PARTIAL,
         outputs=outputs,
         gate_of=None if len(gates) == len(varying) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from scipy.sparse import csr_array, issparse
 from scipy.special import expit, gammaln, log_expit, log_softmax
 
 from pyro_l0.diagnostics.inference_data import inference_data
-from pyro_l0.selection.problem import Draws, Family
+from pyro_l0.selection.problem import PARTIAL, Draws, Family
 
 if TYPE_CHECKING:
     import arviz
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "linear_predictors",
     "log_likelihood",
+    "parts_of",
     "quantiles",
     "replicated",
     "rows_of",
@@ -55,6 +56,12 @@ def summaries(draws: Draws, x: Array, summary: Callable[[Array], Array]) -> Arra
     return np.concatenate([summary(linear_predictors(draws, part)) for part in parts])
 
 
+def parts_of(draws: Draws, numbers: int) -> Iterator[Draws]:
+    """The draws in parts, by how many numbers one of them needs."""
+    size, every = max(1, _AT_ONCE // numbers), np.arange(len(draws.rate))
+    return (rows_of(draws, rows) for rows in np.split(every, range(size, len(every), size)))
+
+
 def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
     """Some of the draws, in the order that is given."""
     return Draws(*(part[rows] for part in draws))
@@ -80,6 +87,8 @@ def to_inference_data(
 ) -> arviz.InferenceData:
     """Posterior draws, log likelihoods, replicated observations, the observations, and inclusion probabilities.
 
+    A partial likelihood has neither log likelihoods nor replicated observations.
+
     The draws are in the units of the data; ``sample`` has the same by name. The gates' names are those of the features
     or of groups.
     """
@@ -87,21 +96,22 @@ def to_inference_data(
     posterior = {"z": sample["gates"], **{name: values for name, values in sample.items() if name != "gates"}}
     gate = "feature" if list(gates) == list(names) else "group"
     outputs = ["output"] if sample["coef"].ndim == 3 else []
-    new = replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))
+    groups = {"posterior": {name: values[None] for name, values in posterior.items()}}
+    if family in PARTIAL:
+        observed = {"time": np.abs(y), "event": ~np.signbit(y)}
+    else:
+        new = replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))
+        groups["log_likelihood"] = {"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]}
+        groups["posterior_predictive"] = {"y": new[None]}
+        observed = {"y": y}
     return inference_data(
-        {
-            "posterior": {name: values[None] for name, values in posterior.items()},
-            "log_likelihood": {"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]},
-            "posterior_predictive": {"y": new[None]},
-            "observed_data": {"y": y},
-            "constant_data": {"P(z != 0)": active_probs},
-        },
+        {**groups, "observed_data": observed, "constant_data": {"P(z != 0)": active_probs}},
         coords={"feature": list(names), gate: list(gates)},
         dims={
             "z": [gate],
             "coef": [*outputs, "feature"],
             "intercept": outputs,
-            "y": ["observation"],
+            **{name: ["observation"] for name in observed},
             "P(z != 0)": [gate],
         },
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
 
-__all__ = ["MOST_ERROR", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
+__all__ = ["MOST_ERROR", "PARTIAL", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
 
 
 # Largest useful standard error of an active probability.
@@ -84,6 +84,7 @@ class SelectionPosterior:
 
 
 Family = Literal["gaussian", "bernoulli", "categorical", "poisson", "breslow", "efron"]
+PARTIAL = ("breslow", "efron")  # those of a partial likelihood, which is no distribution of y and needs no intercept
 
 
 @dataclass(frozen=True)

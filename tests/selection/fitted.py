@@ -5,9 +5,10 @@ from functools import cache
 import numpy as np
 from scipy.special import expit, softmax
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 
 ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
+EVERY = [*ESTIMATORS, SpikeSlabCox]  # with those whose observations have no distribution
 
 
 def data(kind, n=80, p=4, seed=0):
@@ -19,6 +20,9 @@ def data(kind, n=80, p=4, seed=0):
         return x, 3.0 + eta + rng.normal(size=n)
     if kind is SpikeSlabClassifier:
         return x, np.where(rng.random(n) < expit(2 * eta), "yes", "no")
+    if kind is SpikeSlabCox:
+        time = rng.exponential(np.exp(-eta))
+        return x, np.rec.fromarrays([time < 2, np.minimum(time, 2)], names="event,time")
     return x, rng.poisson(np.exp(0.5 + 0.5 * eta)).astype(float)
 
 

@@ -12,7 +12,7 @@ from sklearn.pipeline import make_pipeline
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 from pyro_l0.selection.methods import exact_chains, sampling
-from tests.selection.fitted import ESTIMATORS, data, fitted
+from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
 
 
 def test_a_constant_feature_leaves_the_others_alone():
@@ -28,7 +28,7 @@ def test_a_constant_feature_leaves_the_others_alone():
     np.testing.assert_allclose(model.predict(np.insert(x, 1, -9.0, axis=1)), alone.predict(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_constant_features_only(kind):
     """Nothing can be learned but the intercept."""
     _, y = data(kind)
@@ -60,7 +60,7 @@ def test_duplicate_features_share_an_effect():
     assert pair.purity == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_one_feature(kind):
     x, y = data(kind)
     model = kind(random_state=0).fit(x[:, :1], y)

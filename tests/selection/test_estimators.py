@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 import pyro_l0.selection
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 from pyro_l0.selection.credible_sets import CredibleSet
-from tests.selection.fitted import ESTIMATORS, data, fitted, three_classes
+from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted, three_classes
 
 
 def test_units_do_not_matter():
@@ -130,7 +130,7 @@ def test_more_than_two_classes():
     np.testing.assert_allclose(shares / shares.sum(), np.bincount(y) / 150, atol=0.1)
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_moments_agree_with_draws(kind):
     """Within five standard errors; the gate of a coefficient that is not zero is open."""
     model = fitted(kind)
@@ -145,7 +145,7 @@ def test_moments_agree_with_draws(kind):
     assert draws["slab_scale"].mean() == pytest.approx(model.slab_scale_)
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_what_has_an_effect_is_found(kind):
     """Features 0 and 2, by selection, summary, intervals and credible sets."""
     model = fitted(kind)
@@ -237,7 +237,7 @@ def test_an_empty_selection_warns_as_in_scikit_learn():
 # Awkward data
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind):
     """To the bit; the global generators, Pyro's parameters, the data and the parameters stay as they were."""
     x, y = data(kind)
@@ -266,7 +266,7 @@ def test_a_random_state_moves_on():
     assert not (first.sample(5)["coef"] == second.sample(5)["coef"]).all()
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_pickles_and_clones(kind):
     """A pickle predicts the same; a clone has the parameters and no fit."""
     model = fitted(kind)

@@ -3,7 +3,7 @@
 import pytest
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No features were selected:UserWarning",
@@ -28,7 +28,7 @@ def test_by_scikit_learn(estimator, check):
 
 @pytest.mark.slow
 @parametrize_with_checks(
-    [SpikeSlabClassifier(**QUICK), SpikeSlabPoissonRegressor(**QUICK), SpikeSlabClassifier()],
+    [SpikeSlabClassifier(**QUICK), SpikeSlabPoissonRegressor(**QUICK), SpikeSlabClassifier(), SpikeSlabCox(**QUICK)],
     expected_failed_checks=sampled,
 )
 def test_others_by_scikit_learn(estimator, check):

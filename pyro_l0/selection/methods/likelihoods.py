@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.selection.problem import Problem
+from pyro_l0.selection.problem import PARTIAL, Problem
 
 __all__ = ["CoxLikelihood", "Likelihood", "likelihood_of"]
 
@@ -222,7 +222,7 @@ class CoxLikelihood(Likelihood):
 def likelihood_of(problem: Problem) -> Likelihood:
     """The likelihood of a problem that is not Gaussian."""
     y = problem.y
-    if problem.family in ("breslow", "efron"):
+    if problem.family in PARTIAL:
         return CoxLikelihood(y.abs(), ~y.signbit(), problem.family == "efron")
     weight = (torch.ones_like(y) if problem.weight is None else problem.weight)[:, None]
     if problem.family == "categorical":
