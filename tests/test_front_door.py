@@ -18,7 +18,8 @@ PACKAGES = {
     "diagnostics": "diagnose to_arviz",
     "pruning": "Training prune",
     "training": "Checkpoint epochs process_group",
-    "selection": "NeuralFeatureSelector SpikeSlabClassifier SpikeSlabCox SpikeSlabPoissonRegressor "
+    "selection": "NeuralFeatureSelector SpikeSlabBinomialRegressor SpikeSlabClassifier SpikeSlabCox "
+    "SpikeSlabPoissonRegressor "
     "SpikeSlabRegressor credible_sets",
 }
 NAMES = {package: set(names.split()) for package, names in PACKAGES.items()}

@@ -11,10 +11,11 @@ if find_spec("sklearn") is None:
 from pyro_l0.selection.credible_sets import credible_sets
 from pyro_l0.selection.neural import NeuralFeatureSelector
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from pyro_l0.selection.responses import SpikeSlabCox
+from pyro_l0.selection.responses import SpikeSlabBinomialRegressor, SpikeSlabCox
 
 __all__ = [
     "NeuralFeatureSelector",
+    "SpikeSlabBinomialRegressor",
     "SpikeSlabClassifier",
     "SpikeSlabCox",
     "SpikeSlabPoissonRegressor",

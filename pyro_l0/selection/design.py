@@ -130,7 +130,7 @@ _SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0, "breslow": 
 # Whether observations are what a family takes, and what that is.
 _TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]] = {
     "gaussian": (np.isfinite, "finite numbers"),
-    "bernoulli": (lambda y: (y == 0) | (y == 1), "0 and 1"),
+    "bernoulli": (lambda y: (y >= 0) & (y <= 1), "0 and 1, or shares between them"),
     "categorical": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
     "poisson": (lambda y: y >= 0, "numbers that are not negative"),
     "breslow": (np.isfinite, "finite numbers"),
@@ -148,14 +148,14 @@ class Design:
     """A problem, and how to return to the units of the data.
 
     A coefficient in these units is that of the problem times ``factor``, and the intercept is that of the problem plus
-    ``offset`` less ``centre`` . coefficients. Scales of slabs stay those of the problem's coefficients: with
+    ``level`` less ``centre`` . coefficients. Scales of slabs stay those of the problem's coefficients: with
     standardised features, of the change of the linear predictor for one standard deviation of a feature.
     """
 
     problem: Problem
     factor: NDArray[np.float64]  # shape (p,); 0 for a constant feature, which the problem does not have
     centre: NDArray[np.float64]  # what was subtracted from the features, shape (p,)
-    offset: float  # mean of the observations of a Gaussian regression with an intercept, otherwise 0
+    level: NDArray[np.float64]  # with an intercept the mean of Gaussian observations, less that of the offset; (K,)
     observations: float  # their number
     gate_of: NDArray[np.intp]  # which of G gates switches each feature, shape (p,)
 
@@ -181,7 +181,7 @@ class Design:
         coefficients = csr_array((data, varying[feature] * outputs + output, beta.indptr), shape=shape)
         # One column for each output: the features' centres in the rows of its coefficients.
         centres = np.kron(self.centre[:, None], np.eye(outputs))
-        intercept = draws.intercept + self.offset - coefficients @ centres
+        intercept = draws.intercept + self.level - coefficients @ centres
         # A flat intercept that has been integrated out has taken an observation.
         if self.problem.family == "gaussian" and self.problem.size < self.observations:
             noise = draws.noise_scale / math.sqrt(self.observations)
@@ -203,6 +203,7 @@ def make_design(
     gate_of: NDArray[np.intp] | None = None,
     factor_of: NDArray[np.intp] | None = None,
     weight: NDArray[np.float64] | None = None,
+    offset: NDArray[np.float64] | None = None,
     names: Sequence[str] = (),
     outputs: int = 1,
 ) -> Design:
@@ -213,7 +214,7 @@ def make_design(
 
     Args:
         x: features, shape ``(n, p)``; sparse ones, of a Gaussian regression, stay sparse.
-        y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
+        y: observations, shape ``(n,)``: numbers, 0 or 1 or shares of ones, numbers of classes from 0, or counts.
         family: distribution of the observations.
         rate: this, and the three that follow, as for the estimators; a pair are the parameters of a Beta prior.
         expected_size: of the gates of features that vary, a rate of expected_size / G.
@@ -226,6 +227,8 @@ def make_design(
         factor_of: equal numbers for features that are the dummies of one factor, shape ``(p,)``, which are standardised
             by one divisor: the root of their summed variances, so that the factor counts as one feature of deviation 1.
         weight: how many observations each row stands for, shape ``(n,)``, all positive; one by default.
+        offset: known part of the linear predictors, shape ``(n, K)``. With an intercept it is centred, so that the
+            prior of the intercept is that of the linear predictor at average features and offset.
         names: of the features, for messages.
         outputs: number of classes of categorical observations, of which the last may have no row.
     """
@@ -248,8 +251,16 @@ def make_design(
     rows = np.ones(len(observations)) if weight is None else weight
     total = features.T @ rows if is_sparse else np.einsum("ij,i->j", features, rows)
     centre = total / number if fit_intercept else np.zeros(features.shape[1])
-    offset = float(np.average(observations, weights=weight)) if gaussian and fit_intercept else 0.0
-    observations = observations - offset
+    outputs = max(outputs, int(observations.max()) + 1) if family == "categorical" else 1
+    level = np.zeros(outputs)
+    if offset is not None and gaussian:
+        observations = observations - offset[:, 0]
+    elif offset is not None and fit_intercept:
+        level = -np.average(offset, axis=0, weights=weight)
+        offset = offset + level
+    if gaussian and fit_intercept:
+        level = np.average(observations, weights=weight, keepdims=True)
+        observations = observations - level
     if not is_sparse:
         # Where there are many features their columns are read, and a copy with other rows would take as long.
         features = np.subtract(features, centre, order="F" if gaussian else "C")
@@ -278,7 +289,6 @@ def make_design(
         noise_unit=size,
     )
     _check_scales(prior, size if gaussian else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
-    outputs = max(outputs, int(observations.max()) + 1) if family == "categorical" else 1
     root = torch.from_numpy(np.sqrt(rows))
     sparse = SparseColumns.of(features, centre[varying], divisor, root, square[varying]) if is_sparse else None
     if gaussian and weight is not None:
@@ -296,12 +306,13 @@ def make_design(
         outputs=outputs,
         gate_of=None if len(gates) == len(varying) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
+        offset=None if gaussian or offset is None else torch.from_numpy(offset),
         observations=number - fit_intercept if gaussian else None,
         sparse=sparse,
     )
     factor = np.zeros(len(each))
     factor[varying] = 1 / divisor
-    return Design(problem, factor, centre, offset, number, gate_of)
+    return Design(problem, factor, centre, level, number, gate_of)
 
 
 def default_rate(features: int) -> tuple[float, float]:

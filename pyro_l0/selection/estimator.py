@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,7 +15,7 @@ from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
-from sklearn.utils import check_random_state
+from sklearn.utils import assert_all_finite, check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_feature_names_in, _check_sample_weight, check_is_fitted, validate_data
 
@@ -48,6 +48,21 @@ def _checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]
     return found.astype(np.intp)
 
 
+def _checked_offset(offset: ArrayLike | None, rows: int, outputs: int) -> Array | None:
+    """What is added to the linear predictors, shape ``(rows, outputs)``."""
+    if offset is None:
+        return None
+    found = np.asarray(offset, dtype=np.float64)
+    assert_all_finite(found, input_name="offset")
+    wanted = (rows,) if outputs == 1 else (rows, outputs)
+    if found.shape != wanted:
+        raise ValueError(
+            f"Expected an offset of shape {wanted}, one for each linear predictor, but got {found.shape}; a constant "
+            "is in the intercept."
+        )
+    return np.array(found.reshape(rows, outputs))
+
+
 def seed_of(random_state: int | np.random.RandomState | None) -> int:
     """A seed by scikit-learn's convention, but without drawing from numpy's global generator where none is given."""
     if random_state is None:
@@ -65,6 +80,16 @@ _DRAWS = 2000
 _COPY, _COMPARED = 0.95, 500
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
 _FOR_ARVIZ = 1000
+
+
+class _Data(NamedTuple):
+    """What an estimator was fitted to, without rows of weight zero."""
+
+    x: Any
+    y: Array
+    weight: Array | None
+    offset: Array | None
+    trials: Array | None = None  # of which y are the successes
 
 
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
@@ -91,6 +116,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     coef_: Array
     coef_sd_: Array
     draws_: Draws
+    classes_: NDArray[np.generic]
     _standard_error: Array | None = None
     _takes_sparse = False
 
@@ -117,7 +143,13 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
-    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:  # noqa: N803
+    def fit(
+        self,
+        X: ArrayLike,  # noqa: N803
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+    ) -> Self:
         """Find the posterior of the coefficients.
 
         Args:
@@ -127,6 +159,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
                 weights give the posterior of repeated rows; others are powers of the likelihoods. Relative weights
                 should sum to n.
+            offset: known part of the linear predictor of each observation, shape ``(n,)``; ``(n, classes)`` of three
+                or more classes. That of counts is the logarithm of their exposure.
 
         Returns:
             The estimator.
@@ -145,9 +179,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         levels = levels_of(table)
         x, target = self._validated(coded(table, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
+        outputs = len(self.classes_) if self._family() == "categorical" else 1
+        known = _checked_offset(offset, x.shape[0], outputs)
         if weight is not None:
             counted = weight > 0
             x, target, weight = x[counted], target[counted], np.array(weight[counted], dtype=np.float64)
+            known = None if known is None else known[counted]
         self._columns = Columns.of(levels, x.shape[1])
         self._group_of = _checked_groups(self.groups, x.shape[1])
         self._gate_of = self._group_of[self._columns.feature_of]
@@ -162,15 +199,16 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             gate_of=self._gate_of,
             factor_of=self._columns.feature_of if levels else None,
             weight=weight,
+            offset=known,
             names=self._column_names(),
-            outputs=len(getattr(self, "classes_", ())) or 1,
+            outputs=outputs,
         )
         seed = seed_of(self.random_state)
         with progress(bool(self.verbose)):
             posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
         self._keep(design, posterior, seed)
         self._warn_of_chains(x)
-        self._data = x, target, weight
+        self._data = _Data(x, target, weight, known)
         if not posterior.is_exact:
             self._warn_of_separation()
         self.credible_sets_: list[CredibleSet] = credible_sets(
@@ -275,22 +313,29 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         }
         return found if np.isnan(draws.noise_scale).any() else {**found, "noise_scale": draws.noise_scale}
 
-    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0) -> NDArray[Any]:  # noqa: N803
+    def sample_y(
+        self,
+        X: ArrayLike,  # noqa: N803
+        n_samples: int = 1,
+        random_state: RandomState = 0,
+        offset: ArrayLike | None = None,
+    ) -> NDArray[Any]:
         """Draw new observations from their posterior predictive distribution.
 
         Args:
             X: features, shape ``(m, p)``.
             n_samples: number of draws. Each is of one draw of the coefficients, scales included, at all rows of X.
             random_state: seed of the draws, as for the estimator.
+            offset: known part of the linear predictors, as for predictions.
 
         Returns:
             The observations, shape ``(m, n_samples)``.
         """
-        x = self._validated_features(X)
+        new = self._validated_new(X, offset)
         expect_count(1, n_samples=n_samples)
         rng = np.random.default_rng(seed_of(random_state))
         draws = rows_of(self.draws_, rng.integers(len(self.draws_.rate), size=n_samples))
-        return summaries(draws, x, lambda eta: replicated(self._family(), eta, draws.noise_scale, rng).T)
+        return summaries(draws, *new, lambda eta: replicated(self._family(), eta, draws.noise_scale, rng).T)
 
     def interval(self, level: float = 0.9) -> Array:
         """Central intervals of the coefficients, atoms at zero included.
@@ -337,16 +382,17 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             ImportError: arviz is not installed.
         """
         check_is_fitted(self)
-        x, y, weight = self._data
+        x, y, weight, offset, trials = self._data
         if weight is not None:
             if (weight != np.floor(weight)).any():
                 raise ValueError("Expected whole weights to repeat rows by, but some are fractions; fit whole ones.")
             rows = np.repeat(np.arange(len(y)), weight.astype(np.intp))
             x, y = x[rows], y[rows]
+            offset, trials = (None if part is None else part[rows] for part in (offset, trials))
         draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
-        return to_inference_data(self._family(), draws, sample, self.pip_, x, y, *names)
+        return to_inference_data(self._family(), draws, sample, self.pip_, x, y, *names, offset, trials)
 
     def _warn_of_separation(self) -> None:
         """Only classes can be separated."""
@@ -381,7 +427,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._standard_error = raw.standard_error
         self.coef_, self.coef_sd_ = (self._as_coef(part.reshape(1, -1))[0] for part in (raw.mean, raw.sd))
         # The problem's own intercept is zero where a flat one was integrated out: then the mean has no sampling error.
-        intercept = found.draws.intercept.mean(0) + design.offset - design.centre @ raw.mean
+        intercept = found.draws.intercept.mean(0) + design.level - design.centre @ raw.mean
         self.intercept_ = self._as_intercept(intercept[None])[0]
         for name in ("slab_scale", "noise_scale", "rate"):
             values, known = getattr(raw.draws, name), getattr(design.problem.prior, name)
@@ -432,6 +478,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         found: Array = self._finite(coded_x, accept_sparse=sparse, reset=False)
         return self._columns.dummies(found)
 
+    def _validated_new(self, x: ArrayLike, offset: ArrayLike | None) -> tuple[Array, Array | None]:
+        """Features and offset of new observations, the latter of shape ``(m, K)``."""
+        found = self._validated_features(x)
+        return found, _checked_offset(offset, found.shape[0], self.draws_.intercept.shape[1])
+
     def _get_support_mask(self) -> NDArray[np.bool_]:
         check_is_fitted(self)
         return np.isin(self._group_of, self.select())
@@ -461,6 +512,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         self,
         X: ArrayLike,  # noqa: N803
         probs: float | Sequence[float] = (0.05, 0.5, 0.95),
+        offset: ArrayLike | None = None,
     ) -> Array:
         """Quantiles of new observations, their noise included: two of them are the ends of an interval.
 
@@ -469,14 +521,15 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         Args:
             X: features, shape ``(m, p)``.
             probs: probabilities of the quantiles; .05 and .95 bound an interval of probability .9.
+            offset: known part of the linear predictors, as for predictions.
 
         Returns:
             Shape ``(m, len(probs))``, or ``(m,)`` for one probability.
         """
-        x, rng = self._validated_features(X), np.random.default_rng(0)
+        rng = np.random.default_rng(0)
 
         def of_some(eta: Array) -> Array:
             new = replicated(self._family(), eta, self.draws_.noise_scale, rng)
             return np.quantile(new, probs, axis=0, method="inverted_cdf").T
 
-        return summaries(self.draws_, x, of_some)
+        return summaries(self.draws_, *self._validated_new(X, offset), of_some)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "linear_predictors",
+    "log_choices",
     "log_likelihood",
     "parts_of",
     "quantiles",
@@ -46,14 +47,15 @@ def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
     return found
 
 
-def summaries(draws: Draws, x: Array, summary: Callable[[Array], Array]) -> Array:
+def summaries(draws: Draws, x: Array, offset: Array | None, summary: Callable[[Array], Array]) -> Array:
     """A summary of the draws' linear predictors at features of m observations, shape ``(m, ...)``.
 
-    It takes predictors of some of the observations, ``(N, some, K)``, to ``(some, ...)``.
+    It takes predictors of some of the observations, ``(N, some, K)``, to ``(some, ...)``. Offsets are of ``(m, K)``.
     """
     size = max(1, _AT_ONCE // draws.intercept.size)
-    parts = (x[start : start + size] for start in range(0, x.shape[0], size))
-    return np.concatenate([summary(linear_predictors(draws, part)) for part in parts])
+    rows = (slice(start, start + size) for start in range(0, x.shape[0], size))
+    parts = ((x[some], None if offset is None else offset[some]) for some in rows)
+    return np.concatenate([summary(linear_predictors(draws, *part)) for part in parts])
 
 
 def parts_of(draws: Draws, numbers: int) -> Iterator[Draws]:
@@ -67,12 +69,13 @@ def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
     return Draws(*(part[rows] for part in draws))
 
 
-def linear_predictors(draws: Draws, x: Array) -> Array:
-    """Linear predictors of every draw at features ``(m, p)``, shape ``(N, m, K)``."""
+def linear_predictors(draws: Draws, x: Array, offset: Array | None = None) -> Array:
+    """Linear predictors of every draw at features ``(m, p)`` and offsets ``(m, K)``, shape ``(N, m, K)``."""
     outputs = draws.intercept.shape[1]
     by_output = (draws.coefficients[:, k::outputs] @ x.T for k in range(outputs))
     dense = (part.toarray() if issparse(part) else part for part in by_output)
-    return np.stack(list(dense), axis=2) + draws.intercept[:, None, :]
+    found = np.stack(list(dense), axis=2) + draws.intercept[:, None, :]
+    return found if offset is None else found + offset
 
 
 def to_inference_data(
@@ -84,15 +87,18 @@ def to_inference_data(
     y: Array,
     names: Sequence[str],
     gates: Sequence[str],
+    offset: Array | None = None,
+    trials: Array | None = None,
 ) -> arviz.InferenceData:
     """Posterior draws, log likelihoods, replicated observations, the observations, and inclusion probabilities.
 
     A partial likelihood has neither log likelihoods nor replicated observations.
 
     The draws are in the units of the data; ``sample`` has the same by name. The gates' names are those of the features
-    or of groups.
+    or of groups. Offsets have the shape ``(n, K)``; Bernoulli observations are successes where there are trials,
+    shape ``(n,)``.
     """
-    predictors = linear_predictors(draws, x)
+    predictors = linear_predictors(draws, x, offset)
     posterior = {"z": sample["gates"], **{name: values for name, values in sample.items() if name != "gates"}}
     gate = "feature" if list(gates) == list(names) else "group"
     outputs = ["output"] if sample["coef"].ndim == 3 else []
@@ -100,8 +106,8 @@ def to_inference_data(
     if family in PARTIAL:
         observed = {"time": np.abs(y), "event": ~np.signbit(y)}
     else:
-        new = replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))
-        groups["log_likelihood"] = {"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]}
+        new = replicated(family, predictors, draws.noise_scale, np.random.default_rng(0), trials)
+        groups["log_likelihood"] = {"y": log_likelihood(family, predictors, y, draws.noise_scale, trials)[None]}
         groups["posterior_predictive"] = {"y": new[None]}
         observed = {"y": y}
     return inference_data(
@@ -117,7 +123,13 @@ def to_inference_data(
     )
 
 
-def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) -> Array:
+def log_choices(successes: Array, trials: Array) -> Array:
+    """Log binomial coefficients."""
+    found: Array = gammaln(trials + 1) - gammaln(successes + 1) - gammaln(trials - successes + 1)
+    return found
+
+
+def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array, trials: Array | None = None) -> Array:
     """Log probability of each observation at each draw, shape ``(N, n)``, from predictors ``(N, n, K)`` and noise."""
     eta = predictors[..., 0]
     found: Array
@@ -126,6 +138,8 @@ def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) ->
     elif family == "gaussian":
         scale = noise[:, None]
         found = -0.5 * ((y - eta) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
+    elif trials is not None:
+        found = y * eta + trials * log_expit(-eta) + log_choices(y, trials)
     elif family == "bernoulli":
         found = log_expit(np.where(y > 0, eta, -eta))
     else:
@@ -133,7 +147,9 @@ def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) ->
     return found
 
 
-def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.Generator) -> Array:
+def replicated(
+    family: Family, predictors: Array, noise: Array, rng: np.random.Generator, trials: Array | None = None
+) -> Array:
     """New observations at the same features, one set for each draw, shape ``(N, n)``."""
     eta = predictors[..., 0]
     if family == "categorical":
@@ -141,6 +157,8 @@ def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.G
         found = np.argmax(predictors + rng.gumbel(size=predictors.shape), axis=-1)
     elif family == "gaussian":
         found = eta + noise[:, None] * rng.standard_normal(eta.shape)
+    elif trials is not None:
+        found = rng.binomial(np.rint(trials).astype(np.int64), expit(eta))
     elif family == "bernoulli":
         found = rng.random(eta.shape) < expit(eta)
     else:

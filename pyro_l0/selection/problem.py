@@ -156,14 +156,16 @@ class Problem:
             intercept), Poisson with the logarithm of the mean; survival times by Cox's partial likelihood, with ties by
             Breslow or Efron.
         x: features, float64, shape ``(n, p)``.
-        y: observations, float64, shape ``(n,)``; counts, 0 or 1, the number of a class from 0, or survival times, which
-            have a minus sign (-0.0, too) where they are censored.
+        y: observations, float64, shape ``(n,)``; counts, 0 or 1 or a share of ones, the number of a class from 0, or
+            survival times, which have a minus sign (-0.0, too) where they are censored.
         prior: of the hyperparameters.
         intercept: whether the linear predictor has one, or one for each class.
         outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.
         gate_of: which of G gates switches each feature, shape ``(p,)``; None if each has its own.
         weight: how many observations each row stands for, shape ``(n,)``; None if it is one. Rows of a Gaussian
             regression were multiplied by its square root.
+        offset: known part of the linear predictors, shape ``(n, K)``; None if there is none. It was subtracted from y
+            of a Gaussian regression.
         observations: number of observations of a Gaussian regression, less one for a flat intercept; None if it is the
             number of rows.
         sparse: the features of a Gaussian regression that are sparse; ``x`` then has a shape and no values.
@@ -177,6 +179,7 @@ class Problem:
     outputs: int = 1
     gate_of: Tensor | None = None
     weight: Tensor | None = None
+    offset: Tensor | None = None
     observations: float | None = None
     sparse: SparseColumns | None = None
 

@@ -120,21 +120,27 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     _takes_sparse = True
 
-    def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803
+    def predict(
+        self,
+        X: ArrayLike,  # noqa: N803
+        return_std: bool = False,
+        offset: ArrayLike | None = None,
+    ) -> Array | tuple[Array, Array]:
         """Predict the posterior mean of new observations.
 
         Args:
             X: features, shape ``(m, p)``, dense or sparse.
             return_std: whether to return the standard deviation of a new observation, noise included, too.
+            offset: known part of the linear predictors, shape ``(m,)``; 0 by default, also after a fit with one.
 
         Returns:
             The means, shape ``(m,)``, and with ``return_std`` the standard deviations in the same shape.
         """
-        x = self._validated_features(X)
-        mean: Array = x @ self.coef_ + self.intercept_
+        x, known = self._validated_new(X, offset)
+        mean: Array = x @ self.coef_ + self.intercept_ + (0.0 if known is None else known[:, 0])
         if not return_std:
             return mean
-        variance = summaries(self.draws_, x, lambda predictor: predictor[..., 0].var(0))
+        variance = summaries(self.draws_, x, None, lambda predictor: predictor[..., 0].var(0))
         return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean())
 
     def _family(self) -> Family:
@@ -178,39 +184,47 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         (array([1]), (200, 2))
     """
 
-    classes_: NDArray[np.generic]
-
-    def predict_proba(self, X: ArrayLike) -> Array:  # noqa: N803
+    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
         """Probabilities of the classes, averaged over the posterior.
 
         Args:
             X: features, shape ``(m, p)``.
+            offset: known part of the linear predictors, shape ``(m,)``, or ``(m, classes)`` of three or more; 0 by
+                default, also after a fit with one.
 
         Returns:
             Shape ``(m, classes)``, in the order of ``classes_``.
         """
-        x = self._validated_features(X)
+        new = self._validated_new(X, offset)
         if len(self.classes_) > 2:
-            return summaries(self.draws_, x, lambda predictor: softmax(predictor, axis=-1).mean(0))
-        second = summaries(self.draws_, x, lambda predictor: expit(predictor[..., 0]).mean(0))
+            return summaries(self.draws_, *new, lambda predictor: softmax(predictor, axis=-1).mean(0))
+        second = summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
         return np.stack([1 - second, second], axis=1)
 
-    def predict(self, X: ArrayLike) -> NDArray[np.generic]:  # noqa: N803
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> NDArray[np.generic]:  # noqa: N803
         """Predict the most probable class of new observations.
 
         Args:
             X: features, shape ``(m, p)``.
+            offset: as for ``predict_proba``.
 
         Returns:
             Labels, shape ``(m,)``.
         """
-        likeliest = self.predict_proba(X).argmax(1)
+        likeliest = self.predict_proba(X, offset).argmax(1)
         labels: NDArray[np.generic] = self.classes_[likeliest]
         return labels
 
-    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0) -> NDArray[np.generic]:  # noqa: N803
+    def sample_y(
+        self,
+        X: ArrayLike,  # noqa: N803
+        n_samples: int = 1,
+        random_state: RandomState = 0,
+        offset: ArrayLike | None = None,
+    ) -> NDArray[np.generic]:
         """Draw labels of new observations; arguments and shape are those of the regressors' ``sample_y``."""
-        labels: NDArray[np.generic] = self.classes_[super().sample_y(X, n_samples, random_state).astype(np.intp)]
+        numbers = super().sample_y(X, n_samples, random_state, offset)
+        labels: NDArray[np.generic] = self.classes_[numbers.astype(np.intp)]
         return labels
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
@@ -225,8 +239,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         return np.array(found), numbers.astype(np.float64)
 
     def _warn_of_separation(self) -> None:
-        x, y, _ = self._data
-        odds = x @ self.coef_.T + self.intercept_
+        x, y, _, offset, _ = self._data
+        odds = x @ self.coef_.T + self.intercept_ + (0.0 if offset is None else offset)
         odds = odds if len(self.classes_) > 2 else np.hstack([np.zeros_like(odds), odds])
         classes = np.unique(y).astype(int)  # those of which a row has a weight
         # Log odds of each observation's own class against the others.
@@ -278,23 +292,31 @@ class SpikeSlabPoissonRegressor(SpikeSlabRegression):
         array([2])
     """
 
-    def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803
+    def predict(
+        self,
+        X: ArrayLike,  # noqa: N803
+        return_std: bool = False,
+        offset: ArrayLike | None = None,
+    ) -> Array | tuple[Array, Array]:
         """Predict the posterior mean of new counts.
 
         Args:
             X: features, shape ``(m, p)``.
             return_std: whether to return the standard deviation of a new count, too.
+            offset: logarithm of the exposure, shape ``(m,)``; 0, an exposure of one, by default, also after a fit with
+                one.
 
         Returns:
             The means over the posterior draws, shape ``(m,)``, and with ``return_std`` the standard deviations in the
             same shape.
         """
-        x = self._validated_features(X)
+        new = self._validated_new(X, offset)
         with np.errstate(over="ignore", invalid="ignore"):  # far from the data a mean may be infinite
-            mean = summaries(self.draws_, x, lambda predictor: np.exp(predictor[..., 0]).mean(0))
+            mean = summaries(self.draws_, *new, lambda predictor: np.exp(predictor[..., 0]).mean(0))
             if not return_std:
                 return mean
-            return mean, np.sqrt(mean + summaries(self.draws_, x, lambda predictor: np.exp(predictor[..., 0]).var(0)))
+            spread = summaries(self.draws_, *new, lambda predictor: np.exp(predictor[..., 0]).var(0))
+            return mean, np.sqrt(mean + spread)
 
     def _family(self) -> Family:
         return "poisson"

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.utils import Tags
+from scipy.special import expit
+from sklearn.base import RegressorMixin
+from sklearn.metrics import r2_score
+from sklearn.utils import Tags, assert_all_finite
 from sklearn.utils._param_validation import StrOptions
-from sklearn.utils.validation import check_consistent_length
+from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
 from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
-from pyro_l0.selection.predictive import linear_predictors, parts_of
+from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
 from pyro_l0.selection.problem import Family
 
-__all__ = ["SpikeSlabCox"]
+__all__ = ["SpikeSlabBinomialRegressor", "SpikeSlabCox"]
 
 
 class SpikeSlabCox(SpikeSlabEstimator):
@@ -159,7 +163,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
             raise ValueError("Expected an event before another observation's time, but there is none; pass more rows.")
         return right / pairs
 
-    def sample_y(self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0) -> NDArray[Any]:  # noqa: N803
+    def sample_y(self, X: ArrayLike) -> NDArray[Any]:  # type: ignore[override]  # noqa: N803
         """Refuses: the partial likelihood says nothing on the times themselves."""
         raise NotImplementedError("Expected a distribution of y, but Cox's model has none; use predict_survival.")
 
@@ -195,3 +199,119 @@ def _times_and_events(y: ArrayLike) -> tuple[Any, NDArray[np.bool_]]:
             "it by np.rec.fromarrays([event, time], names='event,time')."
         )
     return kinds["time"], kinds["event"]
+
+
+class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
+    """Logistic regression of successes out of trials, whose coefficients are exactly zero with a learned probability.
+
+    The log odds of a success are the intercept plus X beta. The posterior is that of
+    :class:`~pyro_l0.selection.SpikeSlabClassifier` with a row for each trial; ``log_evidence_`` has the binomial
+    coefficients. Predictions and ``sample_y`` are of one trial.
+
+    Parameters and attributes are those of :class:`~pyro_l0.selection.SpikeSlabRegressor`, without a noise scale.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(60, 4))
+        >>> trials = rng.integers(1, 9, size=60)
+        >>> successes = rng.binomial(trials, 1 / (1 + np.exp(-2 * x[:, 2])))
+        >>> SpikeSlabBinomialRegressor(random_state=0).fit(x, successes, trials=trials).select()
+        array([2])
+    """
+
+    def fit(
+        self,
+        X: ArrayLike,  # noqa: N803
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
+    ) -> Self:
+        """Find the posterior of the coefficients.
+
+        Args:
+            X: features, shape ``(n, p)``.
+            y: successes, shape ``(n,)``.
+            sample_weight: how many equal rows each row stands for, shape ``(n,)``.
+            offset: known part of the log odds, shape ``(n,)``.
+            trials: out of how many, shape ``(n,)`` or one number for all rows. By default 1; if some of y are above 1,
+                the largest of them, with a warning.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: a row has more successes than trials, or other data are out of range.
+        """
+        successes, total = _counted(y, trials)
+        own = _check_sample_weight(sample_weight, successes, dtype=np.float64)
+        super().fit(X, _shares(successes, total), total * own, offset)
+        successes, total, own = (part[total * own > 0] for part in (successes, total, own))
+        self._data = self._data._replace(y=successes, weight=own, trials=total)
+        self.log_evidence_ += float(own @ log_choices(successes, total))
+        return self
+
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
+        """Predict the share of successes: the probability of one, averaged over the posterior.
+
+        Args:
+            X: features, shape ``(m, p)``.
+            offset: known part of the log odds, shape ``(m,)``; 0 by default, also after a fit with one.
+
+        Returns:
+            Shape ``(m,)``; times the trials, they are the expected successes.
+        """
+        new = self._validated_new(X, offset)
+        return summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
+
+    def score(
+        self,
+        X: ArrayLike,  # noqa: N803
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
+    ) -> float:
+        """The coefficient of determination of the shares, weighted by the trials; arguments are those of ``fit``."""
+        successes, total = _counted(y, trials)
+        weight = total * _check_sample_weight(sample_weight, successes)
+        return float(r2_score(_shares(successes, total), self.predict(X, offset), sample_weight=weight))
+
+    def _family(self) -> Family:
+        return "bernoulli"
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = True
+        return tags
+
+
+def _shares(successes: Array, trials: Array) -> Array:
+    return np.divide(successes, trials, out=np.zeros_like(successes), where=trials > 0)
+
+
+def _counted(y: ArrayLike, trials: ArrayLike | None) -> tuple[Array, Array]:
+    """Successes, and out of how many, shape ``(n,)`` each."""
+    successes = np.array(_check_y(y, y_numeric=True, estimator="SpikeSlabBinomialRegressor"), dtype=np.float64)
+    if trials is None:
+        trials = max(float(successes.max()), 1.0)
+        if trials > 1:
+            warnings.warn(
+                f"Expected trials, as some of y are above 1, but got none: each y is taken to be out of {trials:g}, "
+                "the largest. Pass trials.",
+                stacklevel=3,
+            )
+    total = np.asarray(trials, dtype=np.float64)
+    assert_all_finite(total, input_name="trials")
+    if total.shape not in ((), successes.shape):
+        raise ValueError(
+            f"Expected trials to be a number or of shape {successes.shape}, one for each row, but got {total.shape}."
+        )
+    total = np.broadcast_to(total, successes.shape)
+    wrong = np.flatnonzero((successes < 0) | (successes > total))
+    if len(wrong):
+        raise ValueError(
+            f"Expected from 0 to as many successes as there are trials in each row, but row {wrong[0]} has "
+            f"{successes[wrong[0]]:g} of {total[wrong[0]]:g}; y are successes, not failures or shares."
+        )
+    return successes, total

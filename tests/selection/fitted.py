@@ -5,10 +5,16 @@ from functools import cache
 import numpy as np
 from scipy.special import expit, softmax
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection import (
+    SpikeSlabBinomialRegressor,
+    SpikeSlabClassifier,
+    SpikeSlabCox,
+    SpikeSlabPoissonRegressor,
+    SpikeSlabRegressor,
+)
 
 ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
-EVERY = [*ESTIMATORS, SpikeSlabCox]  # with those whose observations have no distribution
+EVERY = [*ESTIMATORS, SpikeSlabBinomialRegressor, SpikeSlabCox]
 
 
 def data(kind, n=80, p=4, seed=0):
@@ -23,6 +29,8 @@ def data(kind, n=80, p=4, seed=0):
     if kind is SpikeSlabCox:
         time = rng.exponential(np.exp(-eta))
         return x, np.rec.fromarrays([time < 2, np.minimum(time, 2)], names="event,time")
+    if kind is SpikeSlabBinomialRegressor:
+        return x, rng.binomial(1, expit(2 * eta)).astype(float)
     return x, rng.poisson(np.exp(0.5 + 0.5 * eta)).astype(float)
 
 

@@ -186,7 +186,7 @@ X, Y = data()
         ({"noise_scale": math.inf}, "noise_scale to lie between"),
         ({"family": "poisson", "noise_scale": 1.0, "y": np.ones(30)}, "no noise_scale"),
         ({"family": "poisson", "y": -np.ones(30)}, "to hold numbers that are not negative, but got -1"),
-        ({"family": "bernoulli", "y": 2 * np.ones(30)}, "to hold 0 and 1, but got 2"),
+        ({"family": "bernoulli", "y": 2 * np.ones(30)}, "to hold 0 and 1, or shares between them, but got 2"),
         ({"family": "categorical", "y": 0.5 * np.ones(30)}, "to hold whole numbers from 0, but got 0.5"),
         ({"y": np.full(30, np.nan)}, "to hold finite numbers, but got nan"),
         ({"y": np.ones(29)}, r"\(30, 4\) and \(29,\)"),

@@ -3,11 +3,18 @@
 import pytest
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection import (
+    SpikeSlabBinomialRegressor,
+    SpikeSlabClassifier,
+    SpikeSlabCox,
+    SpikeSlabPoissonRegressor,
+    SpikeSlabRegressor,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No features were selected:UserWarning",
     "ignore:The coefficients separate the classes:UserWarning",  # as those of scikit-learn's blobs do
+    "ignore:Expected trials:UserWarning",
 )
 # A known slab scale has no grid: one mode for each subset of the ten features that some checks have.
 QUICK = {"method": "enumerate", "slab_scale": 1.0}
@@ -28,7 +35,13 @@ def test_by_scikit_learn(estimator, check):
 
 @pytest.mark.slow
 @parametrize_with_checks(
-    [SpikeSlabClassifier(**QUICK), SpikeSlabPoissonRegressor(**QUICK), SpikeSlabClassifier(), SpikeSlabCox(**QUICK)],
+    [
+        SpikeSlabClassifier(**QUICK),
+        SpikeSlabPoissonRegressor(**QUICK),
+        SpikeSlabBinomialRegressor(**QUICK),
+        SpikeSlabClassifier(),
+        SpikeSlabCox(**QUICK),
+    ],
     expected_failed_checks=sampled,
 )
 def test_others_by_scikit_learn(estimator, check):

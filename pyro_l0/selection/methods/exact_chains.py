@@ -132,15 +132,20 @@ class AugmentedChains(ExactChains):
 
     def __init__(self, problem: Problem, z: Tensor, log_slab: Tensor, generator: torch.Generator) -> None:
         if problem.weight is not None:
-            x, y = (part.repeat_interleave(problem.weight.long(), 0) for part in (problem.x, problem.y))
-            problem = replace(problem, x=x, y=y, weight=None)
+            rows = torch.arange(len(problem.y)).repeat_interleave(problem.weight.long())
+            offset = None if problem.offset is None else problem.offset[rows]
+            problem = replace(problem, x=problem.x[rows], y=problem.y[rows], offset=offset, weight=None)
         super().__init__(problem, z, log_slab, generator)
-        self._linear = self._x.T @ (problem.y - 0.5)
+        self._linear = self._score = self._x.T @ (problem.y - 0.5)
         self._upper = torch.triu_indices(*[self._x.shape[1]] * 2)
         self._products = self._x[:, self._upper[0]] * self._x[:, self._upper[1]]
 
     def _sweep(self) -> tuple[Tensor, ...]:
-        products = draw_polya_gamma(self.beta @ self._x.T, self._generator) @ self._products
+        eta, offset = self.beta @ self._x.T, self._problem.offset
+        augmented = draw_polya_gamma(eta if offset is None else eta + offset[:, 0], self._generator)
+        products = augmented @ self._products
+        if offset is not None:
+            self._linear = self._score - (augmented * offset[:, 0]) @ self._x
         matrix = products.new_empty(len(products), *[self._x.shape[1]] * 2)
         matrix[:, self._upper[0], self._upper[1]] = matrix[:, self._upper[1], self._upper[0]] = products
         precision, root = self._moved_slab(matrix)

@@ -23,7 +23,7 @@ from pyro_l0.selection.methods.grid import (
 from pyro_l0.selection.methods.likelihoods import Likelihood, likelihood_of
 from pyro_l0.selection.problem import Draws, Problem
 
-__all__ = ["LaplaceEvidence", "LaplaceFit", "weighted_design"]
+__all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode", "weighted_design"]
 
 
 def weighted_design(curvature: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ class IndependentLikelihood(Likelihood):
 
 
 class BernoulliLikelihood(IndependentLikelihood):
-    """Logits eta of observations 0 and 1, shape ``(n,)``, with weights of shape ``(n, 1)``."""
+    """Logits eta of observations 0 and 1, or of shares of ones, shape ``(n,)``, with weights of shape ``(n, 1)``."""
 
     def __init__(self, y: Tensor, weight: Tensor) -> None:
         self._y, self._weight = y[:, None], weight
@@ -219,8 +219,36 @@ class CoxLikelihood(Likelihood):
         return risk[0] * ends.flip(2).cumsum(2).flip(2)[:, :, 1:]
 
 
+class ShiftedLikelihood(Likelihood):
+    """Another likelihood, whose linear predictors have an offset of shape ``(n, K)`` beside eta."""
+
+    def __init__(self, likelihood: Likelihood, offset: Tensor) -> None:
+        self._likelihood, self._offset = likelihood, offset
+
+    def value(self, eta: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return self._likelihood.value(eta + self._offset)
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        return self._likelihood.derivatives(eta + self._offset)
+
+    def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        return self._likelihood.second_order(columns, eta + self._offset)
+
+    def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return self._likelihood.trace_slope(columns, eta + self._offset, covariance)
+
+
 def likelihood_of(problem: Problem) -> Likelihood:
-    """The likelihood of a problem that is not Gaussian."""
+    """The likelihood of a problem that is not Gaussian, by linear predictors without its offset."""
+    likelihood = _without_offset(problem)
+    return likelihood if problem.offset is None else ShiftedLikelihood(likelihood, problem.offset)
+
+
+def _without_offset(problem: Problem) -> Likelihood:
     y = problem.y
     if problem.family in PARTIAL:
         return CoxLikelihood(y.abs(), ~y.signbit(), problem.family == "efron")

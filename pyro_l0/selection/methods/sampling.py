@@ -21,7 +21,7 @@ from pyro_l0.maths.tempered_gibbs import (
 )
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, weighted_design
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, find_mode, weighted_design
 from pyro_l0.selection.methods.likelihoods import likelihood_of
 from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
 
@@ -119,11 +119,18 @@ def _log_mixture(z: Tensor, logits: Tensor, anchors: Tensor, far: Tensor) -> Ten
 
 
 def null_predictor(problem: Problem) -> Tensor:
-    """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more per outcome."""
+    """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more per outcome.
+
+    Beside an offset, they are those of the mode instead.
+    """
     y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
     weight = torch.ones_like(y) if problem.weight is None else problem.weight
     if not problem.intercept:
         return zero
+    if problem.offset is not None:
+        precision = zero.new_full((1, 1), problem.prior.intercept_scale**-2)
+        mode = find_mode(likelihood_of(problem), zero.new_ones(1, 1, len(y)), precision, zero[None, :1])
+        return zero + mode.coefficients[0]
     n, total = weight.sum(), (weight * y).sum()
     if problem.family == "poisson":
         return zero + ((total + 0.5) / n).log()

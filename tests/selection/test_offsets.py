@@ -1,0 +1,262 @@
+"""Offsets, exposure and trials against differences, quadrature and repeated rows."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import special, stats
+
+from pyro_l0.selection import (
+    SpikeSlabBinomialRegressor,
+    SpikeSlabClassifier,
+    SpikeSlabPoissonRegressor,
+    SpikeSlabRegressor,
+)
+from pyro_l0.selection.design import make_design
+from pyro_l0.selection.methods import exact_chains
+from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
+from tests.maths.spike_and_slab import seeded
+from tests.selection.fitted import three_classes
+
+KNOWN = {"slab_scale": 0.7, "rate": 0.4, "standardize": False}
+
+
+def offset_data(kind, n=40, strength=0.35, seed=2):
+    """A feature of a weak effect, a large offset that it resembles, and observations of both."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=n)
+    offset = 1.2 * x + rng.normal(size=n) + 2.0
+    eta = offset - 2.0 + strength * x
+    if kind is SpikeSlabRegressor:
+        return x[:, None], eta + rng.normal(size=n), offset
+    if kind is SpikeSlabPoissonRegressor:
+        return x[:, None], rng.poisson(np.exp(eta)).astype(float), offset
+    return x[:, None], rng.binomial(1, special.expit(eta)).astype(float), offset
+
+
+def by_quadrature(kind, x, y, offset, trials=1):
+    """The probability that the one feature has an effect, on a grid of intercepts and coefficients."""
+    x, offset = x[:, 0] - np.average(x[:, 0]), offset - offset.mean()
+    a, b = np.linspace(-8, 8, 321)[:, None, None], np.linspace(-5, 5, 201)[:, None]
+    eta = a + b * x + offset
+    if kind is SpikeSlabPoissonRegressor:
+        log = stats.poisson.logpmf(y, np.exp(eta)).sum(-1)
+    else:
+        log = stats.binom.logpmf(y, trials, special.expit(eta)).sum(-1)
+    log = log + stats.norm.logpdf(a, scale=10.0)[..., 0]
+    closed = special.logsumexp(log[:, 100]) + np.log(16 / 320)
+    opened = special.logsumexp(log + stats.norm.logpdf(b.T, scale=0.7)) + np.log(16 / 320) + np.log(10 / 200)
+    both = np.logaddexp(np.log(0.4) + opened, np.log(0.6) + closed)
+    return np.exp(np.log(0.4) + opened - both), both
+
+
+NOT_NORMAL = [SpikeSlabPoissonRegressor, SpikeSlabClassifier, SpikeSlabBinomialRegressor]
+
+
+@pytest.mark.parametrize("method", ["enumerate", "tempered"])
+@pytest.mark.parametrize("kind", NOT_NORMAL)
+def test_quadrature(kind, method):
+    """Without the offset, the probability would be far away."""
+    x, y, offset = offset_data(kind)
+    pip, log_evidence = by_quadrature(kind, x, y, offset)
+    model = kind(method=method, random_state=0, **KNOWN).fit(x, y, offset=pd.Series(offset))
+    assert 0.1 < pip < 0.9
+    assert model.pip_[0] == pytest.approx(pip, abs=0.02)
+    assert model.log_evidence_ == pytest.approx(log_evidence, abs=0.05)
+    assert abs(kind(method=method, random_state=0, **KNOWN).fit(x, y).pip_[0] - pip) > 0.1
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "poisson"])
+@torch.no_grad()
+def test_exact_chains(family, monkeypatch):
+    """Of both kinds, from closed gates, against quadrature; five standard errors."""
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
+    kind = {"bernoulli": SpikeSlabClassifier, "poisson": SpikeSlabPoissonRegressor}[family]
+    x, y, offset = offset_data(kind)
+    problem = make_design(x, y, family, offset=offset[:, None], **KNOWN).problem
+    z, log_slab = torch.zeros(64, 1, dtype=torch.bool), torch.full((64,), np.log(0.7), dtype=torch.float64)
+    if family == "bernoulli":
+        chains = AugmentedChains(problem, z, log_slab, seeded(1))
+    else:
+        beta, often = torch.zeros(64, 2, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        chains = JumpingChains(problem, z, log_slab, beta, often, seeded(1))
+    found = chains.posterior(0.0, 100, 0.0)
+    assert found.standard_error[0] < 0.03
+    assert abs(found.active_probs[0] - by_quadrature(kind, x, y, offset)[0]) < 5 * found.standard_error[0] + 1e-3
+
+
+def test_normal_observations_less_the_offset():
+    x, y, offset = offset_data(SpikeSlabRegressor)
+    first = SpikeSlabRegressor(random_state=0).fit(x, y, offset=offset)
+    second = SpikeSlabRegressor(random_state=0).fit(x, y - offset)
+    for name in ("pip_", "coef_", "coef_sd_", "intercept_", "log_evidence_"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    mean, sd = first.predict(x, return_std=True, offset=offset)
+    expected, same = second.predict(x, return_std=True)
+    np.testing.assert_allclose(mean, expected + offset)
+    np.testing.assert_array_equal(sd, same)
+    np.testing.assert_array_equal(first.predict(x), expected)
+
+
+@pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
+def test_twice_the_exposure(method):
+    """Shifts the intercept by log 2 and leaves all else alone, whatever the prior of the intercept."""
+    x, y, offset = offset_data(SpikeSlabPoissonRegressor)
+    exposure = np.exp(offset)
+    one, two = (
+        SpikeSlabPoissonRegressor(method=method, random_state=0).fit(x, y, offset=np.log(k * exposure)) for k in (1, 2)
+    )
+    assert one.intercept_ - two.intercept_ == pytest.approx(np.log(2), abs=1e-9)
+    np.testing.assert_allclose(one.pip_, two.pip_, atol=1e-9)
+    np.testing.assert_allclose(one.predict(x, offset=offset), two.predict(x, offset=offset + np.log(2)), rtol=1e-8)
+    np.testing.assert_allclose(2 * two.predict(x), one.predict(x), rtol=1e-8)
+
+
+def test_offsets_of_several_classes():
+    """A constant one of each class is in its intercept, and one of all classes has no effect."""
+    x, y = three_classes(60)
+    rng = np.random.default_rng(0)
+    offset = rng.normal(size=(60, 3))
+    options = {"slab_scale": 1.0, "random_state": 0}
+    one, other = (
+        SpikeSlabClassifier(**options).fit(x, y, offset=o)
+        for o in (offset, offset + np.array([0.5, -1.0, 2.0]) + rng.normal(size=(60, 1)))
+    )
+    plain = SpikeSlabClassifier(**options).fit(x, y)
+    np.testing.assert_allclose(one.pip_, other.pip_, atol=1e-7)
+    assert np.abs(one.coef_ - plain.coef_).max() > 0.05
+    shifted = one.intercept_ - other.intercept_
+    np.testing.assert_allclose(shifted - shifted.mean(), np.array([0.5, -1.0, 2.0]) - 0.5, atol=1e-7)
+    probs = one.predict_proba(x, offset)
+    draws = one.sample(2000)
+    eta = np.einsum("nkp,mp->nmk", draws["coef"], x) + draws["intercept"][:, None] + offset
+    np.testing.assert_allclose(probs, special.softmax(eta, axis=-1).mean(0), rtol=1e-9)
+    assert (one.predict(x, offset=offset) == probs.argmax(1)).all()
+
+
+@pytest.mark.parametrize("kind", [SpikeSlabRegressor, *NOT_NORMAL])
+def test_weights_repeat_offsets(kind):
+    """In fits, and in what arviz gets."""
+    x, y, offset = offset_data(kind)
+    weight = np.arange(40) % 3
+    x2, y2, offset2 = (part.repeat(weight, 0) for part in (x, y, offset))
+    weighted = kind(random_state=0, **KNOWN).fit(x, y, weight, offset)
+    repeated = kind(random_state=0, **KNOWN).fit(x2, y2, offset=offset2)
+    np.testing.assert_allclose(weighted.pip_, repeated.pip_, atol=1e-9)
+    np.testing.assert_allclose(weighted.intercept_, repeated.intercept_, atol=1e-9)
+    found, wanted = (model.to_arviz() for model in (weighted, repeated))
+    np.testing.assert_allclose(found["log_likelihood"]["y"], wanted["log_likelihood"]["y"], atol=1e-7)
+    draws = weighted.sample(1000)
+    eta = draws["coef"].reshape(1000, 1) * x2[:, 0] + draws["intercept"].reshape(1000, 1) + offset2
+    expected = {
+        SpikeSlabRegressor: lambda: stats.norm.logpdf(y2, eta, draws["noise_scale"][:, None]),
+        SpikeSlabPoissonRegressor: lambda: stats.poisson.logpmf(y2, np.exp(eta)),
+    }.get(kind, lambda: stats.binom.logpmf(y2, 1, special.expit(eta)))()
+    np.testing.assert_allclose(found["log_likelihood"]["y"].values[0], expected, atol=1e-7)
+    mean = found["posterior_predictive"]["y"].values.mean()
+    assert mean == pytest.approx(y2.mean(), abs=0.35)
+
+
+# Trials
+
+
+def trial_data(n=30, seed=1):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 3))
+    trials = rng.integers(0, 6, n)
+    return x, rng.binomial(trials, special.expit(0.5 + 0.8 * x[:, 1])), trials
+
+
+@pytest.mark.parametrize("method", ["enumerate", "tempered"])
+def test_trials_are_rows(method):
+    """The logistic regression of every trial; the evidence has the binomial coefficients."""
+    x, successes, trials = trial_data()
+    weight = np.arange(30) % 2 + 1
+    model = SpikeSlabBinomialRegressor(method=method, random_state=0, **KNOWN)
+    model.fit(x, successes, trials=trials, sample_weight=weight)
+    rows = np.concatenate([x, x]).repeat(np.concatenate([successes * weight, (trials - successes) * weight]), 0)
+    labels = np.repeat([1, 0], [(successes * weight).sum(), ((trials - successes) * weight).sum()])
+    single = SpikeSlabClassifier(method=method, random_state=0, **KNOWN).fit(rows, labels)
+    atol = 1e-8 if method == "enumerate" else 0.03
+    np.testing.assert_allclose(model.pip_, single.pip_, atol=atol)
+    np.testing.assert_allclose(model.coef_, single.coef_[0], atol=atol)
+    choices = (weight * np.log(special.comb(trials, successes))).sum()
+    assert model.log_evidence_ == pytest.approx(single.log_evidence_ + choices, abs=5 * atol)
+    np.testing.assert_allclose(model.predict(x), single.predict_proba(x)[:, 1], atol=0.02)
+
+
+def test_few_trials_by_quadrature():
+    """With an offset and two trials each, by the default method."""
+    rng = np.random.default_rng(3)
+    x, offset = rng.normal(size=(25, 1)), rng.normal(size=25)
+    y = rng.binomial(2, special.expit(offset + 0.4 * x[:, 0]))
+    model = SpikeSlabBinomialRegressor(random_state=0, **KNOWN).fit(x, y, trials=2, offset=offset)
+    pip, log_evidence = by_quadrature(SpikeSlabBinomialRegressor, x, y, offset, trials=2)
+    assert model.pip_[0] == pytest.approx(pip, abs=0.02)
+    assert model.log_evidence_ == pytest.approx(log_evidence, abs=0.05)
+
+
+def test_what_arviz_gets_of_trials():
+    """Log probabilities of successes, and replicated ones; rows without trials are left out."""
+    x, successes, trials = trial_data()
+    model = SpikeSlabBinomialRegressor(random_state=0, **KNOWN).fit(x, successes, trials=trials)
+    found, draws, used = model.to_arviz(), model.sample(1000), trials > 0
+    eta = draws["coef"] @ x[used].T + draws["intercept"][:, None]
+    wanted = stats.binom.logpmf(successes[used], trials[used], special.expit(eta))
+    np.testing.assert_allclose(found["log_likelihood"]["y"].values[0], wanted, atol=1e-9)
+    new = found["posterior_predictive"]["y"].values[0]
+    assert (new <= trials[used]).all()
+    np.testing.assert_allclose(new.mean(0), trials[used] * model.predict(x[used]), atol=0.25)
+
+
+def test_trials_in_scores():
+    """Shares weighted by trials; a common number may be one number, and missing trials are said."""
+    x, successes, trials = trial_data(seed=4)
+    model = SpikeSlabBinomialRegressor(random_state=0, **KNOWN).fit(x, successes, trials=trials)
+    share, weight = successes[trials > 0] / trials[trials > 0], trials[trials > 0]
+    residual = share - model.predict(x[trials > 0])
+    expected = 1 - (weight * residual**2).sum() / (weight * (share - np.average(share, weights=weight)) ** 2).sum()
+    assert model.score(x, successes, trials=trials) == pytest.approx(expected)
+    with pytest.warns(UserWarning, match=r"Expected trials, .* each y is taken to be out of 4, the largest"):
+        missing = SpikeSlabBinomialRegressor(random_state=0, **KNOWN).fit(x, successes)
+    given = SpikeSlabBinomialRegressor(random_state=0, **KNOWN).fit(x, successes, trials=4)
+    np.testing.assert_array_equal(missing.pip_, given.pip_)
+
+
+@pytest.mark.parametrize("kind", [SpikeSlabRegressor, *NOT_NORMAL])
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (np.ones(39), "Expected an offset of shape (40,), one for each linear predictor, but got (39,)"),
+        (np.ones((40, 2)), "Expected an offset of shape (40,), one for each linear predictor, but got (40, 2)"),
+        (1.0, "but got (); a constant is in the intercept"),
+        (np.full(40, np.nan), "Input offset contains NaN"),
+        (np.full(40, np.inf), "Input offset contains infinity"),
+    ],
+)
+def test_wrong_offsets(kind, offset, message):
+    """At the fit and at predictions."""
+    x, y, _ = offset_data(kind)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind().fit(x, y, offset=offset)
+    if np.shape(offset) == (39,):
+        model = kind(random_state=0, **KNOWN).fit(x, y)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model.predict(x, offset=offset)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "message"),
+    [
+        ([0, 1, 3], [2, 2, 2], "but row 2 has 3 of 2; y are successes, not failures or shares"),
+        ([0, -1, 1], [2, 2, 2], "but row 1 has -1 of 2"),
+        ([0, 0, 1], [-1, 2, 2], "but row 0 has 0 of -1"),
+        ([0, 0, 1], [2, 2], "Expected trials to be a number or of shape (3,), one for each row, but got (2,)"),
+        ([0, 0, 1], [2, np.nan, 2], "Input trials contains NaN"),
+    ],
+)
+def test_wrong_trials(successes, trials, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpikeSlabBinomialRegressor().fit(np.eye(3), successes, trials=trials)
