@@ -300,7 +300,7 @@ def _proposed(half: Tensor, is_levy: bool, generator: torch.Generator | None) ->
 
 
 _TRIES = 16  # gates of a sweep, at most
-_NEWTON = 2  # steps to the mode of proposals, each of which changes no linear predictor by more than
+_NEWTON = 2  # steps to the middle of proposals, each of which changes no linear predictor by more than
 _REACH = 3.0
 _TAILS = 8  # degrees of freedom of proposals
 _CANDIDATES = 2  # of a gate's coefficients
@@ -329,12 +329,13 @@ class JumpingChains(ExactChains):
 
     A jump draws a gate with its coefficients. All others follow them along a line, as they would if the log likelihood
     were quadratic, with its mean curvature over chains at the start (again after the first round). The new ones are
-    chosen among closed and candidates from a t around their mode on that line, one of which is where the chain is
-    (iterated importance sampling: Andrieu, Lee and Vihola 2018, arXiv:1312.6432, section 1.1). So a jump has an
-    inclusion probability, and mode and line depend on nothing that it changes.
+    chosen among closed and candidates from a t on that line, one of which is where the chain is (iterated importance
+    sampling: Andrieu, Lee and Vihola 2018, arXiv:1312.6432, section 1.1). Its scale is that of the mean curvature, with
+    which Newton steps from a closed gate lead to its middle. So a jump has an inclusion probability, and line and t
+    depend on nothing that it changes.
     """
 
-    sweeps, warm_up = 10, 0.5
+    sweeps, warm_up = 10, 0.35
 
     def __init__(
         self, problem: Problem, z: Tensor, log_slab: Tensor, beta: Tensor, often: Tensor, generator: torch.Generator
@@ -386,14 +387,20 @@ class JumpingChains(ExactChains):
         every = self._coefficients(features, torch.cat([self._valid[gate], valid], 1))
         size = self._members.shape[1] * len(self._outputs)
         own = every.valid[:, :size]
-        root = torch.linalg.cholesky(every.curvature[:, size:, size:])
-        follow = torch.cholesky_solve(every.curvature[:, size:, :size], root)
+        root, cross = torch.linalg.cholesky(every.curvature[:, size:, size:]), every.curvature[:, size:, :size]
+        follow = torch.cholesky_solve(cross, root)
+        factor = torch.linalg.cholesky(every.curvature[:, :size, :size] - cross.mT @ follow)
         line = torch.cat([torch.diag_embed(own.double()), -follow * own[:, None, :]], 1)
         along = every.predictors(line)
         now = self.beta.gather(1, every.which[:, :size]) * own
         beta = self.beta.gather(1, every.which) * every.valid - (line @ now[:, :, None])[:, :, 0]
         eta = self._eta - (along @ now[:, :, None]).view_as(self._eta)
-        mode, factor = self._mode(eta, along, beta, line, every.precision)
+        mode = torch.zeros_like(now)
+        for _ in range(_NEWTON):
+            slope = self._likelihood.derivatives(eta + (along @ mode[:, :, None]).view_as(eta))[0].flatten(1)
+            of_prior = every.precision * (beta + (line @ mode[:, :, None])[:, :, 0])
+            step = torch.cholesky_solve(along.mT @ slope[:, :, None] - line.mT @ of_prior[:, :, None], factor)
+            mode = mode + (step * (_REACH / (along @ step).abs().amax((1, 2), True)).clamp(max=1.0))[:, :, 0]
 
         noise = self._normal(_CANDIDATES, size) / self._normal(_CANDIDATES, _TAILS).square().mean(2, True).sqrt()
         noise[:, 0] = torch.where(was_open, (factor.mT @ (now - mode)[:, :, None])[:, :, 0], noise[:, 0])
@@ -414,22 +421,6 @@ class JumpingChains(ExactChains):
         self.beta = torch.zeros_like(self.beta).scatter_add(1, every.which, betas[self._chains, chosen])
         self._eta = etas[self._chains, chosen]
         return 1 - probs[:, 0]
-
-    def _mode(self, eta: Tensor, along: Tensor, beta: Tensor, line: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the density on a line, by Newton's method from a closed gate, with the Cholesky factor there."""
-        weighted = precision[:, :, None] * line
-        closed = line.new_tensor(1.0) * ~line.any(1)  # the padding of a gate's coefficients
-        prior = line.mT @ weighted + torch.diag_embed(closed)
-        pull = (weighted.mT @ beta[:, :, None])[:, :, 0]
-        mode = torch.zeros_like(pull)
-        for _ in range(_NEWTON):
-            slope, curvature = self._likelihood.derivatives(eta + (along @ mode[:, :, None]).view_as(eta))
-            bent = (curvature @ along.view(*eta.shape, -1)).flatten(1, 2)
-            factor = torch.linalg.cholesky(along.mT @ bent + prior)
-            rise = along.mT @ slope.flatten(1)[:, :, None] - (pull[:, :, None] + prior @ mode[:, :, None])
-            step = torch.cholesky_solve(rise, factor)
-            mode = mode + (step * (_REACH / (along @ step).abs().amax((1, 2), True)).clamp(max=1.0))[:, :, 0]
-        return mode, factor
 
     def _move_coefficients(self) -> None:
         """By a Hamiltonian move whose masses are the mean curvature."""
