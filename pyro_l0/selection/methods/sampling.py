@@ -182,7 +182,7 @@ _CHAINS = 64  # on the exact posterior; fewer where their second derivatives fil
 _PRECISE = 0.012  # standard error above which augmented chains follow, and up to which they run
 _ENOUGH = 0.015  # up to which jumping chains run
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
-_NODES = 50  # of the slab scale's logarithm, over e^10 below its unit to e^2 above
+_APART = 0.24  # nodes of the slab scale's logarithm, from a factor e below all that chains found to one above
 
 
 def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: torch.Generator) -> SelectionPosterior:
@@ -216,7 +216,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     active_probs = (run.active_probs + change @ z.double()).clamp(0, 1)
     of_weights = change.square() @ (z.double() - active_probs).square()
     error = (run.standard_error().square() + of_weights).sqrt()
-    log_evidence = chain_evidence(_log_marginal(walk, problem.prior), walk, run, generator)
+    log_evidence = chain_evidence(_log_marginal(walk, problem.prior, run), walk, run, generator)
     log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
     which = resampled(weights, draws, generator)
     is_logistic = is_augmented(problem)
@@ -268,15 +268,14 @@ class _Walk(ScaleWalk):
         return beta.view(len(z), -1, self._outputs), self._intercept(beta)
 
 
-def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
+def _log_marginal(walk: ScaleWalk, prior: Prior, run: GibbsRun) -> Callable[[Tensor], Tensor]:
     """log p(y, z) of an expansion up to a constant, with an unknown slab scale integrated out."""
+    low, high = (float(end) for end in run.hyper[:, 1].aminmax())
     if prior.slab_scale is None:
-        middle = math.log(prior.slab_unit)
-        log_slabs = torch.linspace(middle - 10.0, middle + 2.0, _NODES, dtype=torch.float64)
-        log_weights = prior.log_slab(log_slabs) + math.log(12.0 / (_NODES - 1))
+        log_slabs = torch.arange(low - 1.0, high + 1.0, _APART, dtype=torch.float64)
+        log_weights = prior.log_slab(log_slabs) + math.log(_APART)
     else:
-        log_slabs = torch.tensor([math.log(prior.slab_scale)], dtype=torch.float64)
-        log_weights = torch.zeros(1, dtype=torch.float64)
+        log_slabs, log_weights = torch.tensor([low], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     nodes = torch.stack([torch.zeros_like(log_slabs), log_slabs], 1)
 
     def log_marginal(z: Tensor) -> Tensor:
