@@ -11,13 +11,14 @@ if find_spec("sklearn") is None:
 from pyro_l0.selection.credible_sets import credible_sets
 from pyro_l0.selection.neural import NeuralFeatureSelector
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from pyro_l0.selection.responses import SpikeSlabBinomialRegressor, SpikeSlabCox
+from pyro_l0.selection.responses import SpikeSlabBinomialRegressor, SpikeSlabCox, SpikeSlabNegativeBinomial
 
 __all__ = [
     "NeuralFeatureSelector",
     "SpikeSlabBinomialRegressor",
     "SpikeSlabClassifier",
     "SpikeSlabCox",
+    "SpikeSlabNegativeBinomial",
     "SpikeSlabPoissonRegressor",
     "SpikeSlabRegressor",
     "credible_sets",

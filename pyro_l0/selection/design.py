@@ -126,13 +126,21 @@ def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
 
 
 # Units of the slabs of logits and of log means, for features of unit deviation.
-_SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0, "breslow": 1.0, "efron": 1.0}
+_SLAB_UNITS = {
+    "bernoulli": 2.0,
+    "categorical": 2.0,
+    "poisson": 1.0,
+    "negative_binomial": 1.0,
+    "breslow": 1.0,
+    "efron": 1.0,
+}
 # Whether observations are what a family takes, and what that is.
 _TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]] = {
     "gaussian": (np.isfinite, "finite numbers"),
     "bernoulli": (lambda y: (y >= 0) & (y <= 1), "0 and 1, or shares between them"),
     "categorical": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
     "poisson": (lambda y: y >= 0, "numbers that are not negative"),
+    "negative_binomial": (lambda y: y >= 0, "numbers that are not negative"),
     "breslow": (np.isfinite, "finite numbers"),
     "efron": (np.isfinite, "finite numbers"),
 }

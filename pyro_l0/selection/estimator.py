@@ -297,7 +297,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Returns:
             Arrays by name, ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly
             0; ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
-            ``slab_scale``, ``rate`` and, where the family has noise, ``noise_scale``, shape ``(n,)`` each.
+            ``slab_scale``, ``rate`` and, where the family has noise, ``noise_scale``, shape ``(n,)`` each; and what
+            else the family has, such as ``dispersion``.
         """
         check_is_fitted(self)
         expect_count(1, n=n)
@@ -311,7 +312,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             "slab_scale": draws.slab_scale,
             "rate": draws.rate,
         }
-        return found if np.isnan(draws.noise_scale).any() else {**found, "noise_scale": draws.noise_scale}
+        noise = {} if np.isnan(draws.noise_scale).any() else {"noise_scale": draws.noise_scale}
+        return {**found, **noise, **draws.learned}
 
     def sample_y(
         self,
@@ -335,7 +337,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         expect_count(1, n_samples=n_samples)
         rng = np.random.default_rng(seed_of(random_state))
         draws = rows_of(self.draws_, rng.integers(len(self.draws_.rate), size=n_samples))
-        return summaries(draws, *new, lambda eta: replicated(self._family(), eta, draws.noise_scale, rng).T)
+        return summaries(draws, *new, lambda eta: replicated(self._family(), eta, draws, rng).T)
 
     def interval(self, level: float = 0.9) -> Array:
         """Central intervals of the coefficients, atoms at zero included.
@@ -433,6 +435,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             values, known = getattr(raw.draws, name), getattr(design.problem.prior, name)
             if not np.isnan(values).any():
                 setattr(self, f"{name}_", known if isinstance(known, float) else float(values.mean()))
+        for name, values in raw.draws.learned.items():
+            setattr(self, f"{name}_", values.mean(0))
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         """Features and observations as numbers; attributes of the data are set."""
@@ -529,7 +533,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         rng = np.random.default_rng(0)
 
         def of_some(eta: Array) -> Array:
-            new = replicated(self._family(), eta, self.draws_.noise_scale, rng)
+            new = replicated(self._family(), eta, self.draws_, rng)
             return np.quantile(new, probs, axis=0, method="inverted_cdf").T
 
         return summaries(self.draws_, *self._validated_new(X, offset), of_some)

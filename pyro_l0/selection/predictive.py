@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, issparse
-from scipy.special import expit, gammaln, log_expit, log_softmax
+from scipy.special import betaln, expit, gammaln, log_expit, log_softmax
 
 from pyro_l0.diagnostics.inference_data import inference_data
 from pyro_l0.selection.problem import PARTIAL, Draws, Family
@@ -32,6 +33,8 @@ Array = NDArray[np.float64]
 
 # Numbers that are held at once, 32 MB: draws times features, or draws times observations.
 _AT_ONCE = 4_000_000
+# Of the mean of counts, its logarithm: numpy draws up to 9.2e18, and far from the data a mean may be infinite.
+_MOST_LOG = 43.0
 
 
 def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
@@ -66,7 +69,15 @@ def parts_of(draws: Draws, numbers: int) -> Iterator[Draws]:
 
 def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
     """Some of the draws, in the order that is given."""
-    return Draws(*(part[rows] for part in draws))
+    learned = {name: values[rows] for name, values in draws.learned.items()}
+    return Draws(
+        draws.coefficients[rows],
+        draws.intercept[rows],
+        draws.slab_scale[rows],
+        draws.noise_scale[rows],
+        draws.rate[rows],
+        learned,
+    )
 
 
 def linear_predictors(draws: Draws, x: Array, offset: Array | None = None) -> Array:
@@ -106,8 +117,8 @@ def to_inference_data(
     if family in PARTIAL:
         observed = {"time": np.abs(y), "event": ~np.signbit(y)}
     else:
-        new = replicated(family, predictors, draws.noise_scale, np.random.default_rng(0), trials)
-        groups["log_likelihood"] = {"y": log_likelihood(family, predictors, y, draws.noise_scale, trials)[None]}
+        new = replicated(family, predictors, draws, np.random.default_rng(0), trials)
+        groups["log_likelihood"] = {"y": log_likelihood(family, predictors, y, draws, trials)[None]}
         groups["posterior_predictive"] = {"y": new[None]}
         observed = {"y": y}
     return inference_data(
@@ -129,26 +140,31 @@ def log_choices(successes: Array, trials: Array) -> Array:
     return found
 
 
-def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array, trials: Array | None = None) -> Array:
-    """Log probability of each observation at each draw, shape ``(N, n)``, from predictors ``(N, n, K)`` and noise."""
+def log_likelihood(family: Family, predictors: Array, y: Array, draws: Draws, trials: Array | None = None) -> Array:
+    """Log probability of each observation at each draw, shape ``(N, n)``, from predictors ``(N, n, K)``."""
     eta = predictors[..., 0]
     found: Array
     if family == "categorical":
         found = log_softmax(predictors, axis=-1)[:, np.arange(len(y)), y.astype(int)]
     elif family == "gaussian":
-        scale = noise[:, None]
+        scale = draws.noise_scale[:, None]
         found = -0.5 * ((y - eta) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
     elif trials is not None:
         found = y * eta + trials * log_expit(-eta) + log_choices(y, trials)
     elif family == "bernoulli":
         found = log_expit(np.where(y > 0, eta, -eta))
+    elif family == "negative_binomial":
+        alpha = draws.learned["dispersion"][:, None]
+        odds = eta + np.log(alpha)
+        choices = -betaln(y + 1, 1 / alpha) - np.log(y + 1 / alpha)
+        found = choices + y * log_expit(odds) + log_expit(-odds) / alpha
     else:
         found = y * eta - np.exp(eta) - gammaln(y + 1)
     return found
 
 
 def replicated(
-    family: Family, predictors: Array, noise: Array, rng: np.random.Generator, trials: Array | None = None
+    family: Family, predictors: Array, draws: Draws, rng: np.random.Generator, trials: Array | None = None
 ) -> Array:
     """New observations at the same features, one set for each draw, shape ``(N, n)``."""
     eta = predictors[..., 0]
@@ -156,12 +172,15 @@ def replicated(
         # The largest of the predictors with Gumbel noise has the probabilities of the softmax.
         found = np.argmax(predictors + rng.gumbel(size=predictors.shape), axis=-1)
     elif family == "gaussian":
-        found = eta + noise[:, None] * rng.standard_normal(eta.shape)
+        found = eta + draws.noise_scale[:, None] * rng.standard_normal(eta.shape)
     elif trials is not None:
         found = rng.binomial(np.rint(trials).astype(np.int64), expit(eta))
     elif family == "bernoulli":
         found = rng.random(eta.shape) < expit(eta)
+    elif family == "negative_binomial":
+        alpha = np.broadcast_to(draws.learned["dispersion"][:, None], eta.shape)
+        mean = np.exp(np.minimum(eta, _MOST_LOG)) * alpha * rng.gamma(1 / alpha)
+        found = rng.poisson(np.minimum(mean, math.exp(_MOST_LOG)))
     else:
-        # The largest mean that numpy draws from is 9.2e18; far from the data it may be infinite.
-        found = rng.poisson(np.exp(np.minimum(eta, 43.0)))
+        found = rng.poisson(np.exp(np.minimum(eta, _MOST_LOG)))
     return np.asarray(found, dtype=np.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
 
-__all__ = ["MOST_ERROR", "PARTIAL", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
+__all__ = ["MOST_ERROR", "PARTIAL", "SAMPLED", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
 
 
 # Largest useful standard error of an active probability.
@@ -33,6 +34,7 @@ class Draws(NamedTuple):
         slab_scale: shape ``(N,)``, also if it is known.
         noise_scale: shape ``(N,)``, also if it is known; NaN for a family without noise.
         rate: P(z = 1), shape ``(N,)``, also if it is known.
+        learned: further parameters of the family by name, each of shape ``(N,)`` or ``(N, K)``.
     """
 
     coefficients: csr_array
@@ -40,6 +42,7 @@ class Draws(NamedTuple):
     slab_scale: NDArray[np.float64]
     noise_scale: NDArray[np.float64]
     rate: NDArray[np.float64]
+    learned: Mapping[str, NDArray[np.float64]] = {}
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class SelectionPosterior:
         active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
         mean: means of the coefficients, shape ``(p, K)``.
         sd: standard deviations of the coefficients, shape ``(p, K)``.
-        log_evidence: log p(y) in nats, or its estimate.
+        log_evidence: log p(y) in nats, or its estimate; NaN for a family of ``SAMPLED``.
         draws: joint draws.
         standard_error: standard errors of ``active_probs``, from the differences of chains and the weights of their
             draws, shape ``(G,)``; None without chains.
@@ -83,8 +86,9 @@ class SelectionPosterior:
         return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error, is_exact)
 
 
-Family = Literal["gaussian", "bernoulli", "categorical", "poisson", "breslow", "efron"]
+Family = Literal["gaussian", "bernoulli", "categorical", "poisson", "breslow", "efron", "negative_binomial"]
 PARTIAL = ("breslow", "efron")  # those of a partial likelihood, which is no distribution of y and needs no intercept
+SAMPLED = ("negative_binomial",)  # those with parameters of their own, whose posteriors come from exact chains alone
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,8 @@ class Problem:
 
     Attributes:
         family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
-            intercept), Poisson with the logarithm of the mean; survival times by Cox's partial likelihood, with ties by
-            Breslow or Efron.
+            intercept), Poisson and negative binomial with the logarithm of the mean; survival times by Cox's partial
+            likelihood, with ties by Breslow or Efron.
         x: features, float64, shape ``(n, p)``.
         y: observations, float64, shape ``(n,)``; counts, 0 or 1 or a share of ones, the number of a class from 0, or
             survival times, which have a minus sign (-0.0, too) where they are censored.

@@ -19,8 +19,9 @@ from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
 from pyro_l0.selection.problem import Family
+from pyro_l0.selection.regressions import SpikeSlabPoissonRegressor
 
-__all__ = ["SpikeSlabBinomialRegressor", "SpikeSlabCox"]
+__all__ = ["SpikeSlabBinomialRegressor", "SpikeSlabCox", "SpikeSlabNegativeBinomial"]
 
 
 class SpikeSlabCox(SpikeSlabEstimator):
@@ -315,3 +316,51 @@ def _counted(y: ArrayLike, trials: ArrayLike | None) -> tuple[Array, Array]:
             f"{successes[wrong[0]]:g} of {total[wrong[0]]:g}; y are successes, not failures or shares."
         )
     return successes, total
+
+
+class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
+    r"""Regression of counts that vary more than Poisson ones, with coefficients that are exactly zero or not.
+
+    The logarithm of the mean :math:`\mu` is the intercept plus X beta, and the variance is
+    :math:`\mu + \alpha \mu^2`, with a dispersion :math:`\alpha` that is learned: its root, the standard deviation of
+    what multiplies the mean from one observation to the next, is half-normal with scale 1. As :math:`\alpha` goes to 0
+    the counts are Poisson. All other priors are those of :class:`SpikeSlabPoissonRegressor`.
+
+    Gates, coefficients and dispersion are sampled together, without an approximation: ``method`` is ``"auto"`` or
+    ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
+
+    Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale, and with one attribute
+    more.
+
+    Attributes:
+        dispersion_: posterior mean of the dispersion; ``sample`` has its draws.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(200, 4))
+        >>> counts = rng.poisson(np.exp(1 + x[:, 2]) * rng.gamma(2.0, 0.5, size=200))
+        >>> SpikeSlabNegativeBinomial(random_state=0).fit(x, counts).select()
+        array([2])
+    """
+
+    dispersion_: float
+
+    def predict(
+        self,
+        X: ArrayLike,  # noqa: N803
+        return_std: bool = False,
+        offset: ArrayLike | None = None,
+    ) -> Array | tuple[Array, Array]:
+        """As :meth:`SpikeSlabPoissonRegressor.predict`, with more deviation of a new count."""
+        found = super().predict(X, return_std, offset)
+        if not return_std:
+            return found
+        mean, sd = found
+        alpha = self.draws_.learned["dispersion"][:, None]
+        with np.errstate(over="ignore"):
+            new = self._validated_new(X, offset)
+            more = summaries(self.draws_, *new, lambda eta: (alpha * np.exp(2 * eta[..., 0])).mean(0))
+            return mean, np.sqrt(sd**2 + more)
+
+    def _family(self) -> Family:
+        return "negative_binomial"

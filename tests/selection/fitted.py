@@ -9,12 +9,14 @@ from pyro_l0.selection import (
     SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
     SpikeSlabCox,
+    SpikeSlabNegativeBinomial,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
 
 ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
-EVERY = [*ESTIMATORS, SpikeSlabBinomialRegressor, SpikeSlabCox]
+SAMPLED = [SpikeSlabNegativeBinomial]  # those with parameters of their own
+EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabBinomialRegressor, SpikeSlabCox]
 
 
 def data(kind, n=80, p=4, seed=0):
@@ -31,7 +33,8 @@ def data(kind, n=80, p=4, seed=0):
         return x, np.rec.fromarrays([time < 2, np.minimum(time, 2)], names="event,time")
     if kind is SpikeSlabBinomialRegressor:
         return x, rng.binomial(1, expit(2 * eta)).astype(float)
-    return x, rng.poisson(np.exp(0.5 + 0.5 * eta)).astype(float)
+    more = rng.gamma(8.0, 0.125, size=n) if kind is SpikeSlabNegativeBinomial else 1.0
+    return x, rng.poisson(np.exp(0.5 + 0.5 * eta) * more).astype(float)
 
 
 def three_classes(n=150):

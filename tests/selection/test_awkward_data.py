@@ -10,7 +10,12 @@ from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection import (
+    SpikeSlabClassifier,
+    SpikeSlabNegativeBinomial,
+    SpikeSlabPoissonRegressor,
+    SpikeSlabRegressor,
+)
 from pyro_l0.selection.methods import exact_chains, sampling
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
 
@@ -127,6 +132,8 @@ def test_missing_values_of_sparse_features_are_named():
         ),
         (SpikeSlabRegressor(), [["a"], ["b"], ["c"]], [1.0, 2.0, 3.0], "could not convert string to float"),
         (SpikeSlabRegressor(method="enumerate"), np.eye(30, 21), np.arange(30), "at most 20 features or groups"),
+        (SpikeSlabNegativeBinomial(), np.eye(3), [2, 0, -1], "to hold numbers that are not negative, but got -1"),
+        (SpikeSlabNegativeBinomial(method="enumerate"), np.eye(3), [2, 0, 1], "'auto' or 'tempered' .* 'enumerate'"),
     ],
 )
 def test_data_that_are_refused(model, x, y, message):

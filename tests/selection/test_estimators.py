@@ -18,9 +18,14 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import pyro_l0.selection
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection import (
+    SpikeSlabClassifier,
+    SpikeSlabNegativeBinomial,
+    SpikeSlabPoissonRegressor,
+    SpikeSlabRegressor,
+)
 from pyro_l0.selection.credible_sets import CredibleSet
-from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted, three_classes
+from tests.selection.fitted import ESTIMATORS, EVERY, SAMPLED, data, fitted, three_classes
 
 
 def test_units_do_not_matter():
@@ -237,7 +242,7 @@ def test_an_empty_selection_warns_as_in_scikit_learn():
 # Awkward data
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SAMPLED)) for kind in EVERY])
 def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind):
     """To the bit; the global generators, Pyro's parameters, the data and the parameters stay as they were."""
     x, y = data(kind)
@@ -314,7 +319,7 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
 # arviz
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED])
 def test_arviz_gets_what_it_asks_for(kind):
     """Draws by feature name, log likelihoods by scipy's densities, replicated observations like the observed ones."""
     model = fitted(kind)
@@ -330,6 +335,9 @@ def test_arviz_gets_what_it_asks_for(kind):
         wanted = stats.norm.logpdf(y, eta, draws["noise_scale"][:, None])
     elif kind is SpikeSlabClassifier:
         wanted = stats.bernoulli.logpmf(y == "yes", expit(eta))
+    elif kind is SpikeSlabNegativeBinomial:
+        size = 1 / draws["dispersion"][:, None]
+        wanted = stats.nbinom.logpmf(y, size, size / (size + np.exp(eta)))
     else:
         wanted = stats.poisson.logpmf(y, np.exp(eta))
     np.testing.assert_allclose(found["log_likelihood"]["y"][0].values, wanted, atol=1e-8)

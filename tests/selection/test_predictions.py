@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 from pyro_l0.selection import SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from tests.selection.fitted import ESTIMATORS, data, fitted
+from tests.selection.fitted import ESTIMATORS, SAMPLED, data, fitted
 
 NOISE, SLAB, RATE = 0.8, 1.2, 0.4
 LEVELS = [0.5, 0.8, 0.9, 0.95]
@@ -74,7 +74,7 @@ def test_a_draw_is_joint_over_observations(known):
     assert np.corrcoef(one, other)[0, 1] == pytest.approx(shared, abs=5 / np.sqrt(5000))
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED])
 def test_draws_agree_with_predictions(kind):
     """Means and deviations of numbers, shares of labels; within five standard errors of these."""
     model = fitted(kind)

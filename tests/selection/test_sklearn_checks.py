@@ -7,6 +7,7 @@ from pyro_l0.selection import (
     SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
     SpikeSlabCox,
+    SpikeSlabNegativeBinomial,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
@@ -46,4 +47,12 @@ def test_by_scikit_learn(estimator, check):
 )
 def test_others_by_scikit_learn(estimator, check):
     """The same of the others, and with a scale to learn."""
+    check(estimator)
+
+
+# Of weighted and repeated rows, chains take other ways.
+@pytest.mark.slow
+@parametrize_with_checks([SpikeSlabNegativeBinomial(slab_scale=1.0)], expected_failed_checks=sampled)
+def test_sampled_ones_by_scikit_learn(estimator, check):
+    """The same of those that are always sampled."""
     check(estimator)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import tempered_posterior
-from pyro_l0.selection.problem import Problem, SelectionPosterior
+from pyro_l0.selection.problem import SAMPLED, Problem, SelectionPosterior
 
 __all__ = ["METHODS", "find_posterior"]
 
@@ -24,11 +24,12 @@ METHODS: dict[str, Callable[..., SelectionPosterior]] = {
 def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> tuple[SelectionPosterior, str]:
     """The posterior of a problem, and the method that found it.
 
-    The method is a key of ``METHODS``, or ``"auto"``, which enumerates few features and samples the gates of more.
+    The method is a key of ``METHODS``, or ``"auto"``, which enumerates few features and samples the gates of more, and
+    those of families with parameters of their own.
     """
     if method == "auto":
         few = _FEW_GAUSSIAN if problem.family == "gaussian" else _FEW + (len(problem.y) <= _SHORT)
-        method = "enumerate" if problem.gates <= few else "tempered"
-    if not problem.gates:
+        method = "enumerate" if problem.gates <= few and problem.family not in SAMPLED else "tempered"
+    if not problem.gates and problem.family not in SAMPLED:
         method = "enumerate"  # the one gate vector that there is
     return METHODS[method](problem, draws=draws, seed=seed), method

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
-from pyro_l0.selection.problem import Family, Problem, SelectionPosterior
+from pyro_l0.selection.problem import SAMPLED, Family, Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
 
@@ -88,6 +88,11 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
         raise ValueError(
             f"Expected at most {_MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
             "method."
+        )
+    if problem.family in SAMPLED:
+        raise ValueError(
+            f"Expected method='auto' or 'tempered' for the family {problem.family!r}, whose own parameters are sampled "
+            "with the coefficients, but got 'enumerate'; leave it out."
         )
     is_exact = problem.family == "gaussian"
     evidence = GaussianEvidence(problem) if is_exact else LaplaceEvidence(problem)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from scipy.sparse import csr_array
 from torch import Tensor
@@ -51,7 +52,8 @@ class ExactChains(ABC):
         self._switched = x.shape[1] * problem.outputs
         self._x = torch.cat([x, x.new_ones(len(x), int(problem.intercept))], 1)
         self._members, self._valid = open_positions(problem.switched(torch.eye(problem.gates, dtype=torch.bool)))
-        self._prior = problem.prior.gates()
+        self._prior, likelihood = problem.prior.gates(), likelihood_of(problem)
+        self._likelihood = likelihood.at(likelihood.theta.expand(len(z), -1))
         self._chains = torch.arange(len(z))
         self.z, self.log_slab = z, log_slab
         self.beta = x.new_zeros(len(z), self._x.shape[1] * problem.outputs)
@@ -62,20 +64,23 @@ class ExactChains(ABC):
         with counted(_FEWEST * self.sweeps, "sweeps of exact chains") as bar:
             for rounds in range(1, _ROUNDS + 1):
                 for _ in range(self.sweeps):
-                    record.append(self._sweep())
+                    record.append((*self._sweep(), self._likelihood.theta))
                     bar.update()
                 used = record[int(self.warm_up * len(record)) :]
                 probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
-                found = standard_error(probs)
-                is_enough = rounds >= _FEWEST and bool(found.max() <= error)
-                needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(found.max() / error) ** 2)
+                found = standard_error(probs) if probs.shape[2] else probs[0, 0]
+                worst = found.max() if len(found) else found.sum()
+                is_enough = rounds >= _FEWEST and bool(worst <= error)
+                needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(worst / error) ** 2)
                 bar.total = self.sweeps * math.ceil(min(_ROUNDS, needed))
                 if is_enough:
                     break
-        z, log_slab, beta, mean, variance = (part.flatten(0, 1) for part in others)
+        z, log_slab, beta, mean, variance, theta = (part.flatten(0, 1) for part in others)
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)
         outputs, switched = self._problem.outputs, self._switched
+        learned = {name: part.numpy() for name, part in self._likelihood.at(theta[which]).named().items()}
+        noise = learned.pop("noise_scale", np.full(draws, math.nan))
         return SelectionPosterior.of(
             probs.mean((0, 1)),
             (moments[0][:switched].view(-1, outputs), moments[1][:switched].view(-1, outputs)),
@@ -84,8 +89,9 @@ class ExactChains(ABC):
                 csr_array(beta[which, :switched].numpy()),
                 pad(beta[which, switched:], (0, outputs))[:, :outputs].numpy(),
                 log_slab[which].exp().numpy(),
-                torch.full((draws,), math.nan).numpy(),
+                noise,
                 self._problem.prior.draw_rate(z[which], self._generator),
+                learned,
             ),
             found,
         )
@@ -307,6 +313,8 @@ _CANDIDATES = 2  # of a gate's coefficients
 _LEAPS = 4  # of a Hamiltonian move
 _SLABS = 5  # moves of the slab scale in a sweep
 _STEP, _STRETCH = 0.3, 0.3  # of its logarithm, alone and with the coefficients
+_PARAMETERS = 5  # moves of the likelihood's parameters in a sweep
+_PARAMETER_STEP = 4.8  # of them together, at most, in deviations and over the root of their number
 
 
 class _Open(NamedTuple):
@@ -325,7 +333,7 @@ class _Open(NamedTuple):
 
 
 class JumpingChains(ExactChains):
-    """Jumps, Hamiltonian moves of all open coefficients, and moves of the slab scale.
+    """Jumps, Hamiltonian moves of all open coefficients, and moves of slab scale and parameters of the likelihood.
 
     A jump draws a gate with its coefficients. All others follow them along a line, as they would if the log likelihood
     were quadratic, with its mean curvature over chains at the start (again after the first round). The new ones are
@@ -342,27 +350,32 @@ class JumpingChains(ExactChains):
     ) -> None:
         """From coefficients and intercepts; gates are tried in proportion to ``often``, shape ``(G,)``."""
         super().__init__(problem, z, log_slab, generator)
-        self._likelihood, self._often, self._swept = likelihood_of(problem), often, 0
+        self._often, self._swept = often, 0
         self._outputs = torch.arange(problem.outputs)
         self._columns = self._x.T.contiguous()
         self.beta = beta
         self._eta = self._predictors(beta)
+        self._likelihood = self._likelihood.fitted(self._eta)
 
     def _sweep(self) -> tuple[Tensor, ...]:
         if self._swept in (0, self.sweeps):
             curvature = self._likelihood.derivatives(self._eta)[1].mean(0)
             columns = weighted_design(curvature, self._x)[1].T
             self._quadratic = quadratic_of(columns, columns.new_zeros(len(columns)))
+            self._spread = self._likelihood.spread(self._eta)
         self._swept += 1
         probs = self.z.double()
         tries = min(_TRIES, len(self._often))
-        for gate in torch.multinomial(self._often.expand(len(self.z), -1), tries, generator=self._generator).T:
+        often = self._often.expand(len(self.z), -1)
+        for gate in torch.multinomial(often, tries, generator=self._generator).T if tries else ():
             probs[self._chains, gate] = self._jump(gate)
         self._value = self._likelihood.value(self._eta)
         self._move_coefficients()
         if self._problem.prior.slab_scale is None:
             for _ in range(_SLABS):
                 self._move_slab()
+        for _ in range(_PARAMETERS if len(self._spread) else 0):
+            self._move_parameters()
         return probs, self.z, self.log_slab, self.beta, self.beta, torch.zeros_like(self.beta)
 
     def _predictors(self, beta: Tensor) -> Tensor:
@@ -409,7 +422,7 @@ class JumpingChains(ExactChains):
         choices = torch.cat([torch.zeros_like(drawn[:, :1]), drawn], 1)
         betas = beta[:, None] + choices @ line.mT
         etas = eta[:, None] + (choices @ along.mT).unflatten(2, eta.shape[1:])
-        log_density = self._likelihood.value(etas.flatten(0, 1)).view(choices.shape[:2])
+        log_density = self._likelihood.value(etas.movedim(1, 0)).T
         log_density = log_density - 0.5 * (every.precision[:, None] * betas.square()).sum(2)
         count = own.sum(1, keepdim=True).double()
         slabs = count * (self.log_slab[:, None] + 0.5 * math.log(2 * math.pi))
@@ -466,6 +479,17 @@ class JumpingChains(ExactChains):
         beta[:, : self._switched] *= (stretched - self.log_slab).exp()[:, None]
         change = prior.log_slab(stretched) - prior.log_slab(self.log_slab)
         self._take(beta, self._predictors(beta), stretched, lambda value: value - self._value + change)
+
+    def _move_parameters(self) -> None:
+        """Of the likelihood, along the mean curvature of their density at the start."""
+        theta = self._likelihood.theta
+        length = _PARAMETER_STEP * self._uniform()[:, None] / math.sqrt(theta.shape[1])
+        moved = self._likelihood.at(theta + length * self._normal(theta.shape[1]) @ self._spread)
+        value = moved.value(self._eta)
+        change = value - self._value + moved.log_prior() - self._likelihood.log_prior()
+        taken = self._uniform().log() < change
+        self._likelihood = moved.at(torch.where(taken[:, None], moved.theta, theta))
+        self._value = torch.where(taken, value, self._value)
 
     def _take(self, beta: Tensor, eta: Tensor, log_slab: Tensor, log_ratio: Callable[[Tensor], Tensor]) -> None:
         """Go there, if the ratio, given the log likelihood there, is accepted."""

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import copy
 from functools import reduce
+from typing import Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.selection.problem import PARTIAL, Problem
+from pyro_l0.maths.second_order import Point, Step, maximise
+from pyro_l0.selection.problem import PARTIAL, Family, Problem
 
 __all__ = ["CoxLikelihood", "Likelihood", "likelihood_of"]
 
 
+# The least curvature by a parameter that steps divide by, and the gain below which a search ends.
+_FLAT, _GAIN = 0.05, 1e-5
+
+
 class Likelihood(ABC):
-    """Of n observations with K linear predictors each."""
+    """Of n observations with K linear predictors each, and with d parameters of its own.
+
+    Attributes:
+        theta: the parameters on the whole line, shape ``(s, d)``, or ``(1, d)`` for all predictors; by default none.
+    """
+
+    theta: Tensor = torch.zeros(1, 0, dtype=torch.float64)
 
     @abstractmethod
     def value(self, eta: Tensor) -> Tensor:
-        """Log likelihood, shape ``(s,)``, of linear predictors of shape ``(s, n, K)``."""
+        """Log likelihood, shape ``(..., s)``, of linear predictors of shape ``(..., s, n, K)``."""
 
     @abstractmethod
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """The slope, shape ``(s, n, K)``, and minus the second derivatives, shape ``(s, n, K, K)``.
+        """The slope by eta, shape ``(s, n, K)``, and minus the second derivatives, shape ``(s, n, K, K)``.
 
         Where the likelihood does not add over observations, these are at least minus the second derivatives: the
         difference is positive semidefinite.
@@ -44,6 +58,53 @@ class Likelihood(ABC):
 
         The covariance has the shape ``(s, m, K, m, K)``, and the derivatives have that of eta.
         """
+
+    def log_prior(self) -> Tensor:
+        """Log density of theta, shape ``(s,)``."""
+        return self.theta.new_zeros(len(self.theta))
+
+    def named(self) -> dict[str, Tensor]:
+        """What theta stands for, as users know it: each of shape ``(s,)`` or ``(s, K)``."""
+        return {}
+
+    def at(self, theta: Tensor) -> Self:
+        """The same with other parameters."""
+        found = copy(self)
+        found.theta = theta
+        return found
+
+    def fitted(self, eta: Tensor) -> Self:
+        """The same at the mode of theta given each of s sets of linear predictors, shape ``(s, n, K)``."""
+
+        def value_at(point: Point) -> Tensor:
+            there = self.at(point[0])
+            return there.value(eta) + there.log_prior()
+
+        def step_from(point: Point, value: Tensor) -> Step:
+            slope, curvature = self.at(point[0])._by_theta(eta)
+            move = torch.linalg.solve(curvature, slope)
+            gain = (slope * move).sum(1)
+            return Step((move,), gain, gain < _GAIN, curvature)
+
+        start = self.theta.expand(len(eta), -1)
+        return self.at(maximise(value_at, step_from, (start,))[0][0] if start.shape[1] else start)
+
+    def spread(self, eta: Tensor) -> Tensor:
+        """The root of the inverse of the curvature by theta, on average over s sets, shape ``(d, d)``."""
+        d = self.theta.shape[1]
+        curvature = self._by_theta(eta)[1].mean(0) if d else self.theta.new_zeros(0, 0)
+        found: Tensor = torch.linalg.inv(torch.linalg.cholesky(curvature))
+        return found
+
+    @torch.enable_grad()
+    def _by_theta(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """The slope of log likelihood and prior, shape ``(s, d)``, and minus its second derivatives, made positive."""
+        theta = self.theta.detach().expand(len(eta), -1).clone().requires_grad_()
+        there = self.at(theta)
+        (slope,) = torch.autograd.grad((there.value(eta) + there.log_prior()).sum(), theta, create_graph=True)
+        rows = [torch.autograd.grad(part.sum(), theta, retain_graph=True)[0] for part in slope.unbind(1)]
+        sizes, vectors = torch.linalg.eigh(-torch.stack(rows, 1))
+        return slope.detach(), (vectors * sizes.clamp(min=_FLAT)[:, None, :]) @ vectors.mT
 
 
 class IndependentLikelihood(Likelihood):
@@ -67,9 +128,12 @@ class IndependentLikelihood(Likelihood):
         by_output = covariance.movedim((2, 4), (1, 2))
         return self._trace_slope(eta, ((rows @ by_output) * rows).sum(4).movedim(3, 1))
 
-    @abstractmethod
     def _trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
-        """The same from the covariance of the linear predictors of each observation, shape ``(s, n, K, K)``."""
+        """The same from the covariance of the linear predictors of each observation, shape ``(s, n, K, K)``.
+
+        With parameters of its own, a likelihood has no Laplace evidence, which needs it.
+        """
+        raise NotImplementedError
 
 
 class BernoulliLikelihood(IndependentLikelihood):
@@ -79,7 +143,7 @@ class BernoulliLikelihood(IndependentLikelihood):
         self._y, self._weight = y[:, None], weight
 
     def value(self, eta: Tensor) -> Tensor:
-        return (self._weight * (self._y * eta - F.softplus(eta))).sum((1, 2))
+        return (self._weight * (self._y * eta - F.softplus(eta))).sum((-2, -1))
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         prob = torch.sigmoid(eta)
@@ -125,7 +189,7 @@ class PoissonLikelihood(IndependentLikelihood):
         self._constant = (weight[:, 0] * torch.lgamma(y + 1)).sum()
 
     def value(self, eta: Tensor) -> Tensor:
-        return (self._weight * (self._y * eta - eta.exp())).sum((1, 2)) - self._constant
+        return (self._weight * (self._y * eta - eta.exp())).sum((-2, -1)) - self._constant
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         mean = eta.exp()
@@ -223,7 +287,7 @@ class ShiftedLikelihood(Likelihood):
     """Another likelihood, whose linear predictors have an offset of shape ``(n, K)`` beside eta."""
 
     def __init__(self, likelihood: Likelihood, offset: Tensor) -> None:
-        self._likelihood, self._offset = likelihood, offset
+        self._likelihood, self._offset, self.theta = likelihood, offset, likelihood.theta
 
     def value(self, eta: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
@@ -241,6 +305,62 @@ class ShiftedLikelihood(Likelihood):
         """See :class:`Likelihood`."""
         return self._likelihood.trace_slope(columns, eta + self._offset, covariance)
 
+    def log_prior(self) -> Tensor:
+        """See :class:`Likelihood`."""
+        return self._likelihood.log_prior()
+
+    def named(self) -> dict[str, Tensor]:
+        """See :class:`Likelihood`."""
+        return self._likelihood.named()
+
+    def at(self, theta: Tensor) -> Self:
+        """See :class:`Likelihood`."""
+        found = super().at(theta)
+        found._likelihood = self._likelihood.at(theta)
+        return found
+
+
+class NegativeBinomialLikelihood(IndependentLikelihood):
+    """Logs eta of the means mu of counts, shape ``(n,)``, of variance mu + alpha mu^2; weights as above.
+
+    With theta = log alpha and u = eta + theta, the log likelihood is that of y successes and 1 / alpha failures of
+    log odds u, plus a part without u. The root of alpha, the deviation of what multiplies the mean, is half-normal with
+    scale 1.
+    """
+
+    theta = torch.zeros(1, 1, dtype=torch.float64)
+
+    def __init__(self, y: Tensor, weight: Tensor) -> None:
+        self._y, self._weight = y[:, None], weight
+        self._counts, which = y.unique(return_inverse=True)
+        self._times = torch.zeros_like(self._counts).index_add(0, which, weight[:, 0])
+
+    def value(self, eta: Tensor) -> Tensor:
+        u, size = self._odds(eta)
+        counts, failures = self._counts, size[:, :, 0]
+        apart = (counts + failures).lgamma() - failures.lgamma() - (counts + 1).lgamma()
+        each = self._y * u - (self._y + size) * F.softplus(u)
+        total: Tensor = (self._weight * each).sum((-2, -1)) + (apart * self._times).sum(1)
+        return total
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        u, size = self._odds(eta)
+        prob, other = torch.sigmoid(u), torch.sigmoid(-u)
+        slope = self._weight * (self._y * other - size * prob)
+        return slope, (self._weight * (self._y + size) * prob * other)[..., None]
+
+    def log_prior(self) -> Tensor:
+        log_root = 0.5 * self.theta[:, 0]
+        return log_root - 0.5 * (2 * log_root).exp() - 0.5 * math.log(2 * math.pi)
+
+    def named(self) -> dict[str, Tensor]:
+        return {"dispersion": self.theta[:, 0].exp()}
+
+    def _odds(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """Log odds, and how many failures there are, shape ``(s, 1, 1)``."""
+        theta = self.theta[:, :, None]
+        return eta + theta, (-theta).exp()
+
 
 def likelihood_of(problem: Problem) -> Likelihood:
     """The likelihood of a problem that is not Gaussian, by linear predictors without its offset."""
@@ -255,4 +375,9 @@ def _without_offset(problem: Problem) -> Likelihood:
     weight = (torch.ones_like(y) if problem.weight is None else problem.weight)[:, None]
     if problem.family == "categorical":
         return CategoricalLikelihood(y, weight, problem.outputs)
-    return BernoulliLikelihood(y, weight) if problem.family == "bernoulli" else PoissonLikelihood(y, weight)
+    one: dict[Family, Callable[[Tensor, Tensor], Likelihood]] = {
+        "bernoulli": BernoulliLikelihood,
+        "poisson": PoissonLikelihood,
+        "negative_binomial": NegativeBinomialLikelihood,
+    }
+    return one[problem.family](y, weight)

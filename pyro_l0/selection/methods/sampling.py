@@ -23,7 +23,7 @@ from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChain
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, find_mode, weighted_design
 from pyro_l0.selection.methods.likelihoods import likelihood_of
-from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
+from pyro_l0.selection.problem import MOST_ERROR, SAMPLED, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
@@ -132,7 +132,7 @@ def null_predictor(problem: Problem) -> Tensor:
         mode = find_mode(likelihood_of(problem), zero.new_ones(1, 1, len(y)), precision, zero[None, :1])
         return zero + mode.coefficients[0]
     n, total = weight.sum(), (weight * y).sum()
-    if problem.family == "poisson":
+    if problem.family in ("poisson", "negative_binomial"):
         return zero + ((total + 0.5) / n).log()
     if problem.family == "bernoulli":
         return zero + ((total + 0.5) / (n - total + 0.5)).log()
@@ -147,7 +147,7 @@ def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor
     the mean of the intercepts at some coefficients: shape ``(S, p K)`` to ``(S, K)``.
     """
     x, outputs = problem.x, problem.outputs
-    slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
+    slope, curvature = (part[0] for part in likelihood_of(problem).fitted(eta[None]).derivatives(eta[None]))
     root, design = weighted_design(curvature, x)
     residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
     linear = (x.T @ residual).flatten()
@@ -181,6 +181,7 @@ _DRAWS = 4000  # of gates and slab scale, which are re-weighted
 _CHAINS = 64  # on the exact posterior; fewer where their second derivatives fill the memory
 _PRECISE = 0.012  # standard error above which augmented chains follow, and up to which they run
 _ENOUGH = 0.015  # up to which jumping chains run
+_BRIEF = 0.5  # share of flips before chains that follow anyway
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 _APART = 0.24  # nodes of the slab scale's logarithm, from a factor e below all that chains found to one above
 
@@ -191,20 +192,42 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
     chains find, which run for a third of the effort. Draws of the last chains are re-weighted by the Laplace evidence
     of their gates and slab scales. Where that leaves a standard error above ``_PRECISE``, augmented chains continue a
-    logistic regression; where it is above ``MOST_ERROR``, jumping chains continue others.
+    logistic regression; where it is above ``MOST_ERROR``, jumping chains continue others, and those of families with
+    parameters of their own at once.
     """
-
-    def sampled(walk: _Walk, share: float) -> GibbsRun:
-        return sampled_walk(walk, problem.gates, int(effort.flips * share), generator)
 
     def mean_predictor(walk: _Walk, run: GibbsRun) -> Tensor:
         picked = resampled(run.weights, _MEAN, generator)
         beta, intercept = walk.means(run.gates[picked], run.hyper[picked, 1])
         return intercept.mean(0) + problem.x @ beta.mean(0)
 
+    chains = max(8, min(_CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
+    size = (problem.x.shape[1] + problem.intercept) * problem.outputs  # of coefficients and intercepts
+
+    def jumped(z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, log_evidence: float) -> SelectionPosterior:
+        often = (probs * (1 - probs) + _SELDOM).sqrt()
+        jumping = JumpingChains(problem, z, log_slab, beta[:, :size], often, generator)
+        return jumping.posterior(log_evidence, draws, _ENOUGH)
+
+    is_start = problem.family in SAMPLED  # all that is asked of the expansion
+
+    def sampled(walk: _Walk, share: float) -> GibbsRun:
+        return sampled_walk(walk, problem.gates, int(effort.flips * share * (_BRIEF if is_start else 1)), generator)
+
+    if not problem.gates:
+        z = torch.zeros(chains, 0, dtype=torch.bool)
+        scale = problem.prior.slab_scale or problem.prior.slab_unit
+        log_slab = torch.full((chains,), math.log(scale), dtype=torch.float64)
+        beta = torch.zeros(chains, size, dtype=torch.float64)
+        return jumped(z, log_slab, beta, log_slab[:0], math.nan)
     walk, run = sampled_on_expansions(
         lambda eta: _Walk(problem, eta, effort), null_predictor(problem), sampled, mean_predictor
     )
+    if is_start:
+        picked = resampled(run.weights, chains, generator)
+        z, log_slab = run.gates[picked], run.hyper[picked, 1]
+        beta, intercept = walk.means(z, log_slab)
+        return jumped(z, log_slab, torch.cat([beta.flatten(1), intercept], 1), run.active_probs, math.nan)
     picked = resampled(run.weights, _DRAWS, generator)
     z, slab = run.gates[picked], run.hyper[picked, 1].exp()
     evidence = LaplaceEvidence(problem)
@@ -225,14 +248,10 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
             start = which[torch.arange(_CHAINS) % draws]
             augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
             return augmented.posterior(log_evidence, draws, _PRECISE)
-        chains = max(8, min(_CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
         # Those of the expansion: of draws that are this uncertain, few have all the weight.
         found = evidence.draws_of(fit, torch.arange(chains), generator)
         beta = torch.from_numpy(np.hstack([found.coefficients.toarray(), found.intercept]))
-        often = (active_probs * (1 - active_probs) + _SELDOM).sqrt()
-        beta = beta[:, : (problem.x.shape[1] + problem.intercept) * problem.outputs]
-        jumping = JumpingChains(problem, z[:chains], slab[:chains].log(), beta, often, generator)
-        return jumping.posterior(log_evidence, draws, _ENOUGH)
+        return jumped(z[:chains], slab[:chains].log(), beta, active_probs, log_evidence)
     moments = fit.moments(weights, problem.x.shape[1])
     return SelectionPosterior.of(
         active_probs,

@@ -1,0 +1,69 @@
+"""P(z = 1), and means of coefficients and parameters, by a sum over gate vectors, in numpy and scipy alone.
+
+Everything else is integrated by importance sampling around the mode of each gate vector at each slab scale.
+"""
+
+import itertools
+
+import numpy as np
+from scipy import optimize, special, stats
+
+
+def references(x, log_density, parameters, outputs=1, *, rate=(1.0, None), slab_unit=1.0, size=4000, nodes=24, seed=0):
+    """Of standardised features, with an intercept that is normal with deviation 10.
+
+    ``log_density`` is that of observations and d = ``parameters`` numbers theta, of linear predictors of shape
+    ``(S, n, K)`` and theta ``(S, d)``. Returns P(z = 1), the means of coefficients ``(p, K)`` and of ``exp(theta)``.
+    """
+    rng = np.random.default_rng(seed)
+    n, p = x.shape
+    gates = np.array(list(itertools.product([False, True], repeat=p)))
+    log_slabs = np.linspace(np.log(slab_unit) - 6.5, np.log(slab_unit) + 1.5, nodes)
+    of_slab = stats.halfnorm(scale=slab_unit).logpdf(np.exp(log_slabs)) + log_slabs
+    beta_prior = rate[0], np.sqrt(p) if rate[1] is None else rate[1]
+    weights, coefs, learned = [], [], []
+    for z in gates:
+        count = z.sum()
+        of_gates = special.betaln(beta_prior[0] + count, beta_prior[1] + p - count) - special.betaln(*beta_prior)
+        columns = np.hstack([x[:, z], np.ones((n, 1))])
+        width = columns.shape[1] * outputs
+        start = np.zeros(width + parameters)
+        for log_slab, log_prior in zip(log_slabs, of_slab, strict=True):
+            scale = np.repeat([np.exp(log_slab)] * count + [10.0], outputs)
+
+            def joint(point, columns=columns, width=width, scale=scale):
+                beta, theta = point[:, :width], point[:, width:]
+                eta = columns @ beta.reshape(len(point), -1, outputs)
+                return log_density(eta, theta) + stats.norm.logpdf(beta, scale=scale).sum(1)
+
+            mode = optimize.minimize(lambda point, joint=joint: -joint(point[None])[0], start).x
+            start = mode
+            precision = _hessian(lambda point, joint=joint: -joint(point), mode)
+            root = np.linalg.cholesky(np.linalg.inv(precision))
+            noise = stats.multivariate_t(shape=np.eye(len(mode)), df=6, seed=rng)
+            white = noise.rvs(size).reshape(size, -1)
+            white = np.concatenate([white, -white])
+            points = mode + white @ root.T
+            log_q = noise.logpdf(white) - np.log(np.diag(root)).sum()
+            log_weight = joint(points) - log_q
+            evidence = special.logsumexp(log_weight) - np.log(len(points))
+            share = special.softmax(log_weight)
+            mean = np.zeros((p, outputs))
+            mean[z] = (share @ points[:, :width]).reshape(-1, outputs)[:count]
+            weights.append(evidence + log_prior + of_gates)
+            coefs.append(mean)
+            learned.append(share @ np.exp(points[:, width:]))
+    share = special.softmax(np.array(weights)).reshape(len(gates), nodes)
+    pips = share.sum(1) @ gates
+    return pips, *(np.tensordot(share.ravel(), np.array(part), 1) for part in (coefs, learned))
+
+
+def _hessian(function, at, step=1e-3):
+    """By central differences of a function of shape (S, d) to (S,)."""
+    d = len(at)
+    unit = step * np.eye(d)
+    pairs = unit[:, None] + unit[None]
+    apart = unit[:, None] - unit[None]
+    moves = np.concatenate([part.reshape(-1, d) for part in (pairs, -pairs, apart, -apart)])
+    values = function(at + moves).reshape(4, d, d)
+    return (values[0] + values[1] - values[2] - values[3]) / (4 * step**2)

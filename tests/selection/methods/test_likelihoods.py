@@ -1,0 +1,168 @@
+"""Likelihoods with parameters of their own, against scipy, autograd and posteriors by importance sampling."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+
+from pyro_l0.selection.methods import exact_chains
+from pyro_l0.selection.methods.exact_chains import JumpingChains
+from pyro_l0.selection.methods.likelihoods import likelihood_of
+from pyro_l0.selection.predictive import log_likelihood
+from pyro_l0.selection.problem import Draws, Prior, Problem
+from tests.maths.spike_and_slab import seeded
+from tests.selection.methods.by_importance import references
+
+
+def negative_binomial(y, eta, theta):
+    """By scipy, shape (S, n)."""
+    size = np.exp(-theta)
+    return stats.nbinom.logpmf(y, size, size / (size + np.exp(eta[..., 0])))
+
+
+def half_normal_root(theta):
+    """Log density of theta = log alpha whose root is half-normal."""
+    root = np.exp(theta[:, 0] / 2)
+    return stats.halfnorm.logpdf(root) + np.log(root / 2)
+
+
+FAMILIES = {"negative_binomial": (negative_binomial, half_normal_root, ("dispersion",))}
+
+
+def problem(family, n=40, p=3, seed=0, weight=None):
+    """With one feature that matters, and one that resembles it."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p))
+    x[:, 1] += x[:, 0]
+    x = (x - x.mean(0)) / x.std(0)
+    y = rng.poisson(np.exp(1 + 0.3 * x[:, 0]) * rng.gamma(2.0, 0.5, size=n)).astype(float)
+    return Problem(family, torch.from_numpy(x), torch.from_numpy(y), Prior((1.0, p**0.5)), True, weight=weight)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_derivatives(family):
+    """Of rows with weights, values by scipy and derivatives by autograd; a prior has the mass 1."""
+    given = problem(family, weight=torch.rand(40, generator=seeded(1), dtype=torch.float64))
+    by_scipy, prior, _ = FAMILIES[family]
+    likelihood = likelihood_of(given)
+    theta = torch.randn(3, likelihood.theta.shape[1], generator=seeded(2), dtype=torch.float64)
+    likelihood = likelihood.at(theta)
+    eta = torch.randn(3, 40, given.outputs, generator=seeded(3), dtype=torch.float64).requires_grad_()
+    value = likelihood.value(eta)
+    expected = by_scipy(given.y.numpy(), eta.detach().numpy(), theta.numpy()) @ given.weight.numpy()
+    np.testing.assert_allclose(value.detach(), expected, rtol=1e-10)
+    torch.testing.assert_close(likelihood.value(eta.expand(2, -1, -1, -1)), value.expand(2, -1))
+    np.testing.assert_allclose(likelihood.log_prior(), prior(theta.numpy()), rtol=1e-10)
+    slope, curvature = likelihood.derivatives(eta)
+    (by_autograd,) = torch.autograd.grad(value.sum(), eta, create_graph=True)
+    torch.testing.assert_close(slope, by_autograd)
+    for k in range(given.outputs):
+        (row,) = torch.autograd.grad(by_autograd[..., k].sum(), eta, retain_graph=True)
+        torch.testing.assert_close(curvature[..., k, :], -row)
+
+
+def test_prior_of_the_dispersion():
+    mass, _ = integrate.quad(lambda theta: np.exp(half_normal_root(np.array([[theta]]))[0]), -60, 6, limit=200)
+    assert mass == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_dispersions_of_all_sizes(size):
+    """The log likelihood stays that of scipy where counts are Poisson, and where nearly all are zero."""
+    given = problem("negative_binomial")
+    eta = torch.ones(1, 40, 1, dtype=torch.float64)
+    theta = torch.tensor([[size]], dtype=torch.float64).log()
+    found = likelihood_of(given).at(theta).value(eta)
+    expected = negative_binomial(given.y.numpy(), eta.numpy(), theta.numpy())
+    if size < 1:
+        expected = stats.poisson.logpmf(given.y, np.e)
+    expected = expected.sum()
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mode_of_the_parameters(family):
+    """Of each set of predictors, whatever was near before; the spread is that of the curvature there."""
+    given = problem(family)
+    eta = torch.randn(3, 40, given.outputs, generator=seeded(3), dtype=torch.float64)
+    found = likelihood_of(given).fitted(eta)
+    theta = found.theta.requires_grad_()
+
+    def density(at):
+        there = found.at(at)
+        return there.value(eta) + there.log_prior()
+
+    (slope,) = torch.autograd.grad(density(theta).sum(), theta)
+    assert slope.abs().max() < 0.05
+    rows = torch.autograd.functional.hessian(lambda at: density(at).sum(), theta)
+    curvature = -torch.stack([rows[i, :, i] for i in range(3)]).mean(0)
+    spread = found.spread(eta)
+    torch.testing.assert_close(spread.T @ spread, torch.linalg.inv(curvature))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_likelihoods_of_draws(family):
+    """Those for arviz are of each draw's own parameters."""
+    given = problem(family)
+    by_scipy, _, names = FAMILIES[family]
+    theta = np.array([[-1.0], [0.5]])
+    eta = np.random.default_rng(0).normal(size=(2, 40, given.outputs))
+    empty = np.full(2, np.nan)
+    draws = Draws(None, None, empty, empty, empty, dict(zip(names, np.exp(theta).T, strict=True)))
+    found = log_likelihood(family, eta, given.y.numpy(), draws)
+    np.testing.assert_allclose(found, by_scipy(given.y.numpy(), eta, theta), rtol=1e-8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_moves_of_the_parameters(family):
+    """Of 4,000 chains with the same predictors, they end with the distribution that a grid finds."""
+    given = problem(family, n=8)
+    by_scipy, prior, _ = FAMILIES[family]
+    each = chains(given, 4000)
+    each._sweep()
+    eta = 0.3 * torch.randn(8, given.outputs, generator=seeded(3), dtype=torch.float64)
+    each._eta = eta.expand(4000, -1, -1)
+    each._value = each._likelihood.value(each._eta)
+    for _ in range(60):
+        each._move_parameters()
+    torch.testing.assert_close(each._value, each._likelihood.value(each._eta))
+    grid = np.linspace(-25, 6, 3000)
+    for k, drawn in enumerate(each._likelihood.theta.T):
+        theta = np.zeros((len(grid), each._likelihood.theta.shape[1]))
+        theta[:, k] = grid
+        log_density = by_scipy(given.y.numpy(), np.broadcast_to(eta, (len(grid), *eta.shape)), theta).sum(1) + prior(
+            theta
+        )
+        below = np.exp(log_density - log_density.max()).cumsum()
+        assert stats.kstest(np.interp(drawn, grid, below / below[-1]), "uniform").pvalue > 1e-3
+
+
+def chains(given, size, seed=1):
+    """With closed gates at first."""
+    z = torch.zeros(size, given.gates, dtype=torch.bool)
+    beta = torch.zeros(size, (given.x.shape[1] + 1) * given.outputs, dtype=torch.float64)
+    often = torch.ones(given.gates, dtype=torch.float64)
+    return JumpingChains(given, z, torch.zeros(size, dtype=torch.float64), beta, often, seeded(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_posteriors_by_importance(family, seed, monkeypatch):
+    """Everything is learned: inclusion probabilities to .02, means of coefficients and of the parameters."""
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 12)
+    given = problem(family, n=60, seed=seed)
+    by_scipy, prior, names = FAMILIES[family]
+    y, d = given.y.numpy(), likelihood_of(given).theta.shape[1]
+
+    def log_density(eta, theta):
+        return by_scipy(y, eta, theta).sum(1) + prior(theta)
+
+    pips, coefs, learned = references(given.x.numpy(), log_density, d, given.outputs)
+    found = chains(given, 64, seed).posterior(0.0, 4000, 0.0)
+    np.testing.assert_allclose(found.active_probs, pips, atol=0.02)
+    np.testing.assert_allclose(found.mean, coefs, atol=0.02)
+    means = found.draws.learned[names[0]].mean(0)
+    np.testing.assert_allclose(means, learned if d > 1 else learned[0], rtol=0.05)
