@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -198,11 +199,10 @@ def named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def cut(tensor: Tensor, remaining: Sequence[Tensor | None]) -> Tensor:
     """Some indices of a tensor along each dimension, as a new tensor."""
-    small = tensor
-    for dim, index in enumerate(remaining):
-        if index is not None and len(index) < small.shape[dim]:
-            small = small.index_select(dim, index.to(small.device))
-    return small.clone() if small is tensor else small
+    cuts = {dim: x.to(tensor.device) for dim, x in enumerate(remaining) if x is not None and len(x) < tensor.shape[dim]}
+    if list(cuts) == [0, 1]:  # at once, without a tensor that is cut in one of them
+        return tensor[cuts[0].unsqueeze(1), cuts[1]].contiguous()
+    return reduce(lambda small, dim: small.index_select(dim, cuts[dim]), cuts, tensor) if cuts else tensor.clone()
 
 
 def set_value(tensor: Tensor, value: Tensor) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from pyro_l0.nn.engine.record import copied, keep_state
 
 __all__ = ["Certificate", "certify", "difference", "tolerance_of"]
 
-_TIE = 1e-10  # a larger difference of gradients is also checked beside the example
 _RANDOM = 1e-6  # a difference that rounding does not make
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -84,37 +83,51 @@ def certify(
     calls: Sequence[Arguments],
     indices: Indices,
     scales: Mapping[str, Tensor],
+    tolerance: float = 1e-10,
     outputs_only: bool = False,
+    in_float64: bool = True,
 ) -> Certificate:
-    """Compare a smaller network with the one that it was made from, both in float64 if they accept it.
+    """Compare a smaller network with the one that it was made from, by default both in float64 if they accept it.
 
     The gates of ``reference`` are fixed, and what ``small`` raises is passed on. By name of a parameter, ``indices``
     are what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
-    What a caller still needs is ``small`` alone, and not even that if ``outputs_only``.
+    Gradients that differ by more than a tolerance are also compared beside the example. What a caller still needs is
+    ``small`` alone, and not even that if ``outputs_only``.
     """
-    pair, calls = _doubled(reference, small if outputs_only else copied(small), calls)
-    compare = _Comparison(*pair, indices, scales)
+    pair = _without_dropout(reference).eval(), _without_dropout(small if outputs_only else copied(small)).eval()
+    compare = _Comparison(*pair, indices, scales, tolerance)
+    expect = partial(compare.expected, outputs_only=outputs_only)
+    calls, expected = _of_calls(expect, calls, pair if in_float64 else ())
     if outputs_only:
         found = compare.outputs([with_another_row(random_calls(call)[0]) for call in calls]) or compare.outputs(calls)
         return Certificate(_relative(found))
-    batches = [*map(with_another_row, calls), *(other for call in calls for other in random_calls(call))]
-    outputs, gradients = compare.on(batches, calls, training=False)
+    others = [*map(with_another_row, calls), *(other for call in calls for other in random_calls(call))]
+    outputs, gradients = compare.on(calls, expected, others)
+    for network in pair:
+        network.train()
+    calls = list(map(with_another_row, calls))
     try:
-        return Certificate(outputs, gradients, *compare.on([], list(map(with_another_row, calls)), training=True))
-    except _NotComparableError:
+        expected = list(map(compare.expected, calls))
+    except Exception:
         return Certificate(outputs, gradients)
+    in_training = compare.on(calls, expected)
+    if not _worst(in_training[0], in_training[1] or 0.0) <= _RANDOM and compare.draws(calls):
+        return Certificate(outputs, gradients)
+    return Certificate(outputs, gradients, *in_training)
 
 
-class _NotComparableError(Exception):
-    """The network itself can't be called so, or draws other random numbers."""
+_Expected = tuple[list[Tensor], tuple[dict[str, Tensor], float] | None]
+"""Outputs, and gradients of what is left of each parameter with the largest of the whole; None without gradients."""
 
 
 class _Comparison:
     """Outputs and gradients of two networks on the same calls."""
 
-    def __init__(self, reference: nn.Module, small: nn.Module, indices: Indices, scales: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, reference: nn.Module, small: nn.Module, indices: Indices, scales: Mapping[str, Tensor], tolerance: float
+    ) -> None:
         self.reference, self.small = reference, small
-        self.indices, self.scales = indices, scales
+        self.indices, self.scales, self.tolerance = indices, scales, tolerance
 
     def outputs(self, batches: Sequence[Arguments]) -> list[tuple[float, float]]:
         """The difference and the largest output of each batch that the first network accepts."""
@@ -129,26 +142,37 @@ class _Comparison:
                 found.append((apart, scale))
         return found
 
+    def expected(self, call: Arguments, outputs_only: bool = False) -> _Expected:
+        """What the first network makes of a call; code for inference has no gradients."""
+        if outputs_only:
+            return run(self.reference, call), None
+        try:
+            outputs, gradients = _outputs_and_gradients(self.reference, call)
+        except RuntimeError:
+            return run(self.reference, call), None
+        scale = max(map(largest, gradients.values()), default=0.0)
+        for name in sorted(gradients.keys() & self.indices.keys(), key=lambda name: gradients[name].numel()):
+            gradients[name] = cut(gradients[name], self.indices[name])  # the largest last, as they take memory
+        return outputs, (gradients, scale)
+
     def on(
-        self, batches: Sequence[Arguments], examples: Sequence[Arguments], training: bool
+        self, calls: Sequence[Arguments], expected: list[_Expected], others: Sequence[Arguments] = ()
     ) -> tuple[float, float | None]:
-        """The largest differences of outputs, and of gradients on the examples; batches may be none that it accepts."""
-        self.reference.train(training)
-        self.small.train(training)
+        """The largest differences of outputs, and of gradients on the calls, of which the first network's are known.
+
+        What is known is used up. Outputs are also compared on other calls that the first network accepts.
+        """
         found: list[tuple[float, float]] = []
         gradients: float | None = 0.0
-        for call in examples:
-            apart, here = self._compare(call, training)
+        for call in calls:
+            apart, here = self._compare(call, expected.pop(0))
             found.append(apart)
-            if here is not None and not here <= _TIE:
+            if here is not None and not here <= self.tolerance:
                 here = self._off_ties(call, here)
             gradients = None if here is None or gradients is None else _worst(gradients, here)
-        outputs = _relative([*found, *self.outputs(batches)])
-        if training and not _worst(outputs, gradients or 0.0) <= _RANDOM and self._draws(examples):
-            raise _NotComparableError
-        return outputs, gradients
+        return _relative([*found, *self.outputs(others)]), gradients
 
-    def _draws(self, calls: Sequence[Arguments]) -> bool:
+    def draws(self, calls: Sequence[Arguments]) -> bool:
         """Whether the first network draws random numbers itself, perhaps in the shapes of units that were removed."""
         return any(difference(run(self.reference, call), run(self.reference, call, seed=1))[0] for call in calls)
 
@@ -159,38 +183,25 @@ class _Comparison:
         gradient goes to; a little noise on the example tells them apart.
         """
         try:
-            _, beside = self._compare(with_noise(call))
+            call = with_noise(call)
+            _, beside = self._compare(call, self.expected(call))
         except Exception:  # the network accepts no such numbers
             return found
         return found if beside is None or not beside < found else beside
 
-    def _compare(self, call: Arguments, training: bool = False) -> tuple[tuple[float, float], float | None]:
+    def _compare(self, call: Arguments, expected: _Expected) -> tuple[tuple[float, float], float | None]:
         """The difference and the largest of outputs; the relative difference of gradients, None if there are none."""
-        try:
-            expected, wanted = self._expected(call)
-        except Exception as error:
-            if training:
-                raise _NotComparableError from error
-            raise
-        if wanted is None:
-            return difference(expected, run(self.small, call)), None
-        outputs, got = _outputs_and_gradients(self.small, call)
-        return difference(expected, outputs), self._gradient_difference(*wanted, got)
-
-    def _expected(self, call: Arguments) -> tuple[list[Tensor], tuple[dict[str, Tensor], float] | None]:
-        """Outputs of the first network, gradients as they are cut, and their largest; code for inference has none."""
-        try:
-            outputs, gradients = _outputs_and_gradients(self.reference, call)
-        except RuntimeError:
-            return run(self.reference, call), None
-        scale = max(map(largest, gradients.values()), default=0.0)
-        return outputs, ({name: cut(x, self.indices.get(name, ())) for name, x in gradients.items()}, scale)
+        outputs, gradients = expected
+        if gradients is None:
+            return difference(outputs, run(self.small, call)), None
+        found, got = _outputs_and_gradients(self.small, call)
+        return difference(outputs, found), self._gradient_difference(*gradients, got)
 
     def _gradient_difference(self, expected: Mapping[str, Tensor], scale: float, got: Mapping[str, Tensor]) -> float:
         """Relative to the largest gradient."""
         worst = 0.0
         for name, gradient in expected.items():
-            other = got.get(name, torch.zeros_like(gradient))
+            other = got[name] if name in got else torch.zeros_like(gradient)
             if other.shape != gradient.shape:
                 return math.inf
             if name in self.scales:
@@ -199,27 +210,25 @@ class _Comparison:
         return worst / scale if worst and scale else math.inf if worst else 0.0
 
 
-def _doubled(
-    reference: nn.Module, small: nn.Module, calls: Sequence[Arguments]
-) -> tuple[tuple[nn.Module, nn.Module], Sequence[Arguments]]:
-    """Both networks and the calls in float64, or as they are where code of the network asks for their own type."""
-    pair = _without_dropout(reference).eval(), _without_dropout(small).eval()
-    own = [x.dtype for x in (*reference.parameters(), *tensors(calls)) if x.is_floating_point()]
-    if all(dtype == torch.float64 for dtype in own):
-        return pair, calls
-    types = [{name: x.dtype for name, x in named_tensors(network)} for network in pair]
-    inputs = [tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call) for call in calls]
-    for network in pair:
-        network.double()
-    try:
-        for call in inputs:
-            run(reference, call)
-    except Exception:
-        for network, before in zip(pair, types, strict=True):
-            for name, x in named_tensors(network):
-                x.data = x.data.to(before[name])
-        return pair, calls
-    return pair, inputs
+def _of_calls(
+    function: Callable[[Arguments], _Expected], calls: Sequence[Arguments], networks: Sequence[nn.Module]
+) -> tuple[Sequence[Arguments], list[_Expected]]:
+    """Calls and what a function makes of each, with them and networks in float64.
+
+    They stay as they are where code of a network asks for their own type, and where there are no networks.
+    """
+    if networks:
+        types = [{name: x.dtype for name, x in named_tensors(network)} for network in networks]
+        inputs = [tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call) for call in calls]
+        for network in networks:
+            network.double()
+        try:
+            return inputs, list(map(function, inputs))
+        except Exception:
+            for network, before in zip(networks, types, strict=True):
+                for name, x in named_tensors(network):
+                    x.data = x.data.to(before[name])
+    return calls, list(map(function, calls))
 
 
 def _without_dropout(network: nn.Module) -> nn.Module:

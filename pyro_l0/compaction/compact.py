@@ -100,6 +100,7 @@ def search(
     keep_gates: bool = False,
     tolerance: float | None = None,
     is_trial: bool = False,
+    in_float64: bool = True,
 ) -> Compacted:
     """Make a smaller network, as :func:`~pyro_l0.compaction.compact` does, which has the arguments and errors.
 
@@ -107,7 +108,8 @@ def search(
     0 stay, to train on, and their values stand for any others. In a trial only outputs are compared.
     """
     first: CompactionError | None = None
-    task = _Task.of(network, gates, example, tolerance, keep_gates=keep_gates, is_trial=is_trial)
+    flags = {"keep_gates": keep_gates, "is_trial": is_trial, "in_float64": in_float64}
+    task = _Task.of(network, gates, example, tolerance, **flags)
     recordings = _recordings(network, task.network, example)
     for attempt in ((recording, *how) for recording in recordings for how in product(_closed(gates), (True, False))):
         try:
@@ -171,6 +173,7 @@ class _Task:
     tolerance: float
     keep_gates: bool = False
     is_trial: bool = False
+    in_float64: bool = True
 
     @classmethod
     def of(
@@ -253,7 +256,8 @@ class _Task:
             index = remaining[name][1] if name in remaining else None
             factors[name] = torch.tensor(values, dtype=torch.float64)[slice(None) if index is None else index]
         try:
-            found = certify(reference, small, self.calls, remaining, factors, self.is_trial)
+            flags = self.tolerance, self.is_trial, self.in_float64
+            found = certify(reference, small, self.calls, remaining, factors, *flags)
         except Exception as error:
             own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
             at = f"line {own[-1].lineno} of {Path(own[-1].filename).name} ({own[-1].line})" if own else "it"
@@ -313,6 +317,7 @@ def compact(
     example: Example,
     tolerance: float | None = None,
     before: Sequence[Plan] = (),
+    in_float64: bool = True,
 ) -> Compacted:
     """Turn a network with gates into a smaller one without gates that computes the same.
 
@@ -330,6 +335,8 @@ def compact(
             1e-2 in float16 and 5e-2 in bfloat16.
         before: the plans by which the network shrank while it trained (:attr:`Shrinker.plans`); with them a saved
             result can be loaded into the network as it was at the start.
+        in_float64: whether both networks are compared in float64. False compares them in their own type, in less time
+            and memory; it needs a ``tolerance`` above rounding, which BatchNorm in float32 can take to 1e-3.
 
     Returns:
         The smaller network with its plan and certificate.
@@ -353,7 +360,7 @@ def compact(
         (Linear(in_features=2, out_features=2, bias=True), ((0, 2), None))
     """
     try:
-        found = search(network, gates, example, tolerance=tolerance)
+        found = search(network, gates, example, tolerance=tolerance, in_float64=in_float64)
     except _RoundingError:
         raise
     except CompactionError as error:

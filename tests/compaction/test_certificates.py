@@ -1,6 +1,7 @@
 """Certificates relative to the output, inputs of another size, and dropout that stays dropout."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -70,6 +71,28 @@ def test_the_tolerance_is_that_of_the_type(dtype):
     assert next(result.network.parameters()).dtype == dtype
     with pytest.raises(CompactionError):
         compact(dense(spoiled()).to(dtype), {"2": GATE.to(dtype)}, x)
+
+
+@pytest.mark.parametrize("in_float64", [True, False])
+def test_the_passes_of_a_certificate(in_float64):
+    """Five forward passes of both networks, two of them with gradients, in float64 unless that is not wanted."""
+    forward, backward = Counter(), Counter()
+
+    def count(net, x):
+        forward.update([x.dtype])
+        x.requires_grad and x.register_hook(lambda gradient: backward.update([gradient.dtype]))
+        return x.clone()
+
+    x, given = torch.randn(5, 6), {"tolerance": 1e-2, "in_float64": in_float64}
+    found = compact(dense(nn.ReLU(), Net(count)), {"3": GATE}, x, **given).certificate
+    assert max(found.gradients, found.training_gradients) < 1e-5
+    dtype = torch.float64 if in_float64 else torch.float32
+    forward[torch.float32] -= 2  # of a check and a recording
+    assert (+forward, backward) == ({dtype: 10}, {dtype: 4})
+    wrong = dense(spoiled())
+    nn.init.zeros_(wrong[-1].bias)
+    with pytest.raises(CompactionError, match=r"by 2\.50e-01 of its largest output"):
+        compact(wrong, {"2": GATE}, x, **given)
 
 
 def test_a_wrong_gradient_is_refused():
