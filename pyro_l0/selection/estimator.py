@@ -118,6 +118,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     draws_: Draws
     classes_: NDArray[np.generic]
     _standard_error: Array | None = None
+    _data: _Data  # missing if only the moments of the data are known
     _takes_sparse = False
 
     def __init__(
@@ -384,6 +385,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             ImportError: arviz is not installed.
         """
         check_is_fitted(self)
+        if not hasattr(self, "_data"):
+            raise ValueError("Expected a fit to observations, but this one is to summary statistics; use sample().")
         x, y, weight, offset, trials = self._data
         if weight is not None:
             if (weight != np.floor(weight)).any():
@@ -476,6 +479,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _validated_features(self, x: ArrayLike) -> Array:
         check_is_fitted(self)
+        if np.isnan(self.intercept_).any():
+            raise ValueError(
+                "Expected the means of X and y to predict by, but the fit got none; give X_mean and y_mean to "
+                "from_moments."
+            )
         x = tabular(x)
         sparse = "csr" if self._takes_sparse else False
         coded_x = coded(x, self._columns.levels)

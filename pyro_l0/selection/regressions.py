@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from sklearn.utils.validation import column_or_1d
 from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
+from pyro_l0.selection.summary_statistics import Observations, of_moments, of_z_scores
 
 if TYPE_CHECKING:
     import pandas
@@ -120,6 +121,76 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     _takes_sparse = True
 
+    @classmethod
+    def from_moments(
+        cls,
+        XtX: ArrayLike,  # noqa: N803
+        Xty: ArrayLike,  # noqa: N803
+        yty: float,
+        n: float,
+        *,
+        X_mean: ArrayLike | None = None,  # noqa: N803
+        y_mean: float | None = None,
+        **parameters: Any,
+    ) -> Self:
+        """Fit to sums of squares and products; the posterior is that of the data.
+
+        With an intercept the sums are those of centred data: less the means of X and y.
+
+        Args:
+            XtX: X'X, shape ``(p, p)``; a data frame gives names.
+            Xty: X'y, shape ``(p,)``.
+            yty: y'y.
+            n: number of observations.
+            X_mean: means of the features, shape ``(p,)``, for the intercept and predictions.
+            y_mean: mean of y, for the same.
+            parameters: those of the constructor.
+
+        Returns:
+            The fitted estimator. Without means its intercept is NaN, and it refuses to predict.
+
+        Raises:
+            ValueError: no data have these moments, or shapes or means do not fit.
+
+        Example:
+            >>> rng = np.random.default_rng(0)
+            >>> x = rng.normal(size=(100, 5))
+            >>> y = x[:, 0] - x[:, 3] + rng.normal(size=100)
+            >>> x, y = x - x.mean(0), y - y.mean()
+            >>> SpikeSlabRegressor.from_moments(x.T @ x, x.T @ y, y @ y, 100, random_state=0).select()
+            array([0, 3])
+        """
+        return cls(**parameters)._fit_summary(of_moments(XtX, Xty, yty, n), n, X_mean, y_mean)
+
+    @classmethod
+    def from_z_scores(cls, z: ArrayLike, R: ArrayLike, n: float, **parameters: Any) -> Self:  # noqa: N803
+        """Fit to z-scores of regressions on one feature each and the features' correlations, as in genetics.
+
+        The posterior is that of standardised features and y, so coefficients are in standard deviations of y for one of
+        a feature. It is the one of the data if z are the t statistics of regressions with an intercept.
+
+        Args:
+            z: estimates divided by their standard errors, shape ``(p,)``.
+            R: correlations of the features, shape ``(p, p)``, in the same sample; a data frame gives names.
+            n: number of observations.
+            parameters: those of the constructor.
+
+        Returns:
+            The fitted estimator, with credible sets, whose purity is from R. It refuses to predict.
+
+        Raises:
+            ValueError: R is no correlation matrix, or the shapes do not fit.
+
+        Warns:
+            UserWarning: z and R do not belong together, as where R is of another sample or alleles are switched. R is
+                then shrunk towards independence, the noise counts as at least as large as y, and the features that fit
+                worst are named.
+
+        References:
+            Zou et al. (2022), PLoS Genetics 18(7): e1010299.
+        """
+        return cls(**parameters)._fit_summary(of_z_scores(z, R, n), n, None, None)
+
     def predict(
         self,
         X: ArrayLike,  # noqa: N803
@@ -142,6 +213,26 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             return mean
         variance = summaries(self.draws_, x, None, lambda predictor: predictor[..., 0].var(0))
         return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean())
+
+    def _fit_summary(self, rows: Observations, n: float, x_mean: ArrayLike | None, y_mean: float | None) -> Self:
+        """Fit to observations of equal weight that have the moments of n others, if means are known to be these."""
+        is_known = x_mean is not None
+        if is_known != (y_mean is not None) or (is_known and not self.fit_intercept):
+            raise ValueError(
+                "Expected X_mean and y_mean both or neither, and neither without an intercept, but got "
+                f"{x_mean!r} and {y_mean!r}."
+            )
+        x: Any = rows.x if x_mean is None else rows.x + np.asarray(x_mean, dtype=np.float64)
+        if rows.names is not None:
+            import pandas
+
+            x = pandas.DataFrame(x, columns=rows.names)
+        self.fit(x, rows.y + (y_mean or 0.0), np.full(len(rows.y), n / len(rows.y)))
+        del self._data  # which has no observation of its own
+        if self.fit_intercept and not is_known:
+            self.intercept_ = np.nan
+            self.draws_ = self.draws_._replace(intercept=np.full_like(self.draws_.intercept, np.nan))
+        return self
 
     def _family(self) -> Family:
         return "gaussian"

@@ -14,6 +14,7 @@ from pyro_l0.selection import (
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No features were selected:UserWarning",
+    "ignore:Of .* some member has an effect:UserWarning",
     "ignore:The coefficients separate the classes:UserWarning",  # as those of scikit-learn's blobs do
     "ignore:Expected trials:UserWarning",
 )

@@ -1,0 +1,255 @@
+"""Linear regressions from moments, and from z-scores with correlations: as those of the data, and when they misfit."""
+
+import itertools
+import pickle
+import re
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from pyro_l0.selection import SpikeSlabRegressor
+from pyro_l0.selection.summary_statistics import of_z_scores
+
+ATTRIBUTES = ("pip_", "coef_", "coef_sd_", "log_evidence_", "noise_scale_", "slab_scale_", "rate_")
+
+
+def observed(n, p, seed=0):
+    """Features of other units and means, two of which are alike; the first and the fourth have effects."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p))
+    x[:, 1] = x[:, 0] + 0.3 * x[:, 1]
+    y = 3 + x[:, 0] - x[:, 3] + rng.normal(size=n)
+    return x * 10.0 ** rng.integers(-1, 3, p) + 5, y
+
+
+def moments(x, y):
+    return x.T @ x, x.T @ y, y @ y, len(y)
+
+
+def z_scores(x, y):
+    """t statistics of regressions on one feature each."""
+    return np.array([(fit := stats.linregress(column, y)).slope / fit.stderr for column in x.T])
+
+
+@pytest.mark.parametrize(
+    ("n", "p", "options"),
+    [
+        (60, 5, {}),
+        (60, 5, {"groups": [0, 1, 1, 2, 0], "standardize": False}),
+        (60, 5, {"fit_intercept": False}),
+        (60, 20, {"expected_size": 2, "slab_scale": 0.5, "noise_scale": 1.0}),
+        pytest.param(20, 30, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_posterior_is_that_of_the_data(n, p, options):
+    """To 1e-8, by enumeration and by chains, with more features than observations, too; in predictions as well."""
+    x, y = observed(n, p)
+    wanted = SpikeSlabRegressor(random_state=0, **options).fit(x, y)
+    if options.get("fit_intercept", True):
+        means = {"X_mean": x.mean(0), "y_mean": y.mean()}
+        given = moments(x - x.mean(0), y - y.mean())
+    else:
+        means, given = {}, moments(x, y)
+    found = SpikeSlabRegressor.from_moments(*given, **means, random_state=0, **options)
+    assert found.method_ == ("enumerate" if p == 5 else "tempered")
+    for name in (*ATTRIBUTES, "intercept_"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(found.predict(x), wanted.predict(x), rtol=1e-8, atol=1e-8)
+    assert [str(one) for one in found.credible_sets_] == [str(one) for one in wanted.credible_sets_]
+
+
+def test_against_a_sum_over_subsets():
+    """With known scales, of the density of centred observations, which is written down here."""
+    x, y = observed(40, 4)
+    x = (x - x.mean(0)) / x.std(0)
+    y = y - y.mean()
+    noise, slab, rate = 1.1, 0.7, 0.3
+    gates = np.array(list(itertools.product([False, True], repeat=4)))
+    logs, means = [], []
+    for z in gates:
+        covariance = noise**2 * np.eye(40) + slab**2 * x[:, z] @ x[:, z].T
+        logs.append(stats.multivariate_normal(cov=covariance).logpdf(y) + np.log(np.where(z, rate, 1 - rate)).sum())
+        means.append(slab**2 * z * (x.T @ np.linalg.solve(covariance, y)))
+    weights = np.exp(logs - np.logaddexp.reduce(logs))
+    options = {"rate": rate, "slab_scale": slab, "noise_scale": noise}
+    for intercept in (True, False):  # which changes the evidence alone, as all means are zero
+        found = SpikeSlabRegressor.from_moments(*moments(x, y), fit_intercept=intercept, random_state=0, **options)
+        np.testing.assert_allclose(found.pip_, weights @ gates, atol=1e-8)
+        np.testing.assert_allclose(found.coef_, weights @ np.array(means), atol=1e-8)
+    assert found.log_evidence_ == pytest.approx(np.logaddexp.reduce(logs), abs=1e-8)
+    correlation = np.corrcoef(x.T)
+    standard = {**options, "slab_scale": slab / y.std(), "noise_scale": noise / y.std()}
+    found = SpikeSlabRegressor.from_z_scores(z_scores(x, y), correlation, 40, random_state=0, **standard)
+    np.testing.assert_allclose(found.pip_, weights @ gates, atol=1e-8)
+    np.testing.assert_allclose(found.coef_ * y.std(), weights @ np.array(means), atol=1e-8)
+
+
+@pytest.mark.parametrize(("n", "p"), [(60, 6), pytest.param(20, 30, marks=pytest.mark.slow)])
+def test_z_scores_have_the_posterior_of_the_data(n, p):
+    """Of standardised observations; the purity of credible sets is that of the correlations."""
+    x, y = observed(n, p)
+    wanted = SpikeSlabRegressor(random_state=0).fit((x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std())
+    found = SpikeSlabRegressor.from_z_scores(z_scores(x, y), np.corrcoef(x.T), n, random_state=0)
+    for name in ATTRIBUTES:
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-8, atol=1e-8)
+    assert [str(one) for one in found.credible_sets_] == [str(one) for one in wanted.credible_sets_]
+
+
+def test_names_and_constants_and_what_has_no_answer():
+    """Names are those of a frame; without means there is no intercept, and no observation for arviz."""
+    x, y = observed(50, 4)
+    x[:, 2] = 7.0
+    square, crossed, square_y, n = moments(x - x.mean(0), y - y.mean())
+    names = list("abcd")
+    frame = pd.DataFrame(square, names, names)
+    with pytest.warns(UserWarning, match="inclusion probability and the coefficient of 'c' are 0"):
+        model = SpikeSlabRegressor.from_moments(frame, pd.Series(crossed, names), square_y, n, random_state=0)
+    assert model.feature_names_in_.tolist() == names
+    assert model.pip_[2] == 0
+    assert np.isnan(model.intercept_)
+    assert np.isnan(model.sample(5)["intercept"]).all()
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.coef_, model.coef_)
+    for call in (model.predict, model.predict_quantiles, model.sample_y):
+        with pytest.raises(ValueError, match=r"Expected the means of X and y to predict by.*give X_mean and y_mean"):
+            call(pd.DataFrame(x, columns=names))
+    with pytest.raises(ValueError, match="Expected a fit to observations, but this one is to summary statistics"):
+        model.to_arviz()
+    moved = pd.Series(crossed, names)[::-1]
+    with pytest.raises(ValueError, match=r"Expected Xty in the order of XtX, .* by Xty\[XtX.columns\]"):
+        SpikeSlabRegressor.from_moments(frame, moved, square_y, n)
+
+
+X, Y = (part - part.mean(0) for part in observed(40, 4))
+SQUARE, CROSSED, SQUARE_Y, N = moments(X, Y)
+R = np.corrcoef(X.T)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((SQUARE[:3], CROSSED, SQUARE_Y, N), {}, "Expected XtX of shape (p, p) and Xty of shape (p,), but got (3, 4)"),
+        ((SQUARE, CROSSED[:, None], SQUARE_Y, N), {}, "but got (4, 4) and (4, 1)"),
+        ((np.triu(SQUARE), CROSSED, SQUARE_Y, N), {}, "Expected XtX to be symmetric, but it is not"),
+        ((-SQUARE, CROSSED, SQUARE_Y, N), {}, "Expected sums of squares that are not negative in XtX and a positive"),
+        ((SQUARE, CROSSED, 0.0, N), {}, "a positive yty, but got"),
+        ((SQUARE * (2 * np.eye(4) - 1), CROSSED, SQUARE_Y, N), {}, "no data have these: XtX has a negative eigenvalue"),
+        ((SQUARE, 9 * CROSSED, SQUARE_Y, N), {}, "y @ y would be"),
+        ((np.ones((4, 4)), [1.0, 1.0, 1.0, 0.5], 4.0, N), {}, "times yty, or more, to go with Xty"),
+        ((SQUARE, CROSSED, SQUARE_Y, 2), {}, "Expected n, the number of observations, to be above 2, but got 2."),
+        ((SQUARE * np.nan, CROSSED, SQUARE_Y, N), {}, "Input XtX contains NaN"),
+        ((SQUARE, CROSSED, SQUARE_Y, N), {"X_mean": np.zeros(4)}, "Expected X_mean and y_mean both or neither"),
+        (
+            (SQUARE, CROSSED, SQUARE_Y, N),
+            {"X_mean": np.zeros(4), "y_mean": 0.0, "fit_intercept": False},
+            "and neither without an intercept",
+        ),
+    ],
+)
+def test_moments_that_are_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpikeSlabRegressor.from_moments(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((CROSSED, SQUARE, N), "Expected R to be a correlation matrix, with ones on its diagonal, but got"),
+        ((np.ones(3), R, N), "Expected R of shape (p, p) and z of shape (p,), but got (4, 4) and (3,)"),
+        ((np.full(4, np.nan), R, N), "Input z contains NaN"),
+        ((np.ones(4), np.tril(R), N), "Expected R to be symmetric, but it is not; fill in both triangles."),
+        ((np.ones(4), R, 1), "Expected n, the number of observations, to be above 2, but got 1."),
+    ],
+)
+def test_z_scores_that_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpikeSlabRegressor.from_z_scores(*arguments)
+
+
+def test_wrong_types():
+    for call in (
+        lambda: SpikeSlabRegressor.from_moments(SQUARE, CROSSED, SQUARE_Y, "40"),
+        lambda: SpikeSlabRegressor.from_z_scores(CROSSED, R, None),
+    ):
+        with pytest.raises(TypeError, match="Expected n to be a number, but got a value of type"):
+            call()
+
+
+# Whether z-scores and correlations belong together
+
+
+def genotypes(n, p, rng, population=0):
+    """Two chains of alleles for each of n people; a population has its own frequencies and likeness of neighbours."""
+    of_population = np.random.default_rng(population)
+    frequencies = of_population.uniform(0.05, 0.5, p)
+    noise = rng.normal(size=(2 * n, p))
+    for j, memory in enumerate(of_population.choice([0.3, 0.98], p, p=[0.15, 0.85])):
+        noise[:, j] = memory * noise[:, j - 1] + np.sqrt(1 - memory**2) * noise[:, j] if j else noise[:, j]
+    alleles = noise < stats.norm.ppf(frequencies)
+    return (alleles[:n] * 1.0) + alleles[n:]
+
+
+def study(seed, n=1000, p=100, effects=3):
+    rng = np.random.default_rng(seed)
+    x = genotypes(n, p, rng)
+    y = x[:, rng.choice(p, effects, replace=False)] @ rng.normal(size=effects) + rng.normal(size=n) * 1.5
+    x, y = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+    r = x.T @ y / n
+    return r * np.sqrt((n - 2) / (1 - r**2)), np.corrcoef(x.T), rng
+
+
+def is_warned(z, correlation, n=1000):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        of_z_scores(z, correlation, n)
+    return [str(warning.message) for warning in caught]
+
+
+SEEDS = [pytest.param(range(5), id="5"), pytest.param(range(5, 50), id="45 more", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_correlations_of_the_same_sample_are_not_warned_of(seeds):
+    """Whatever the effects, and after rounding."""
+    for seed in seeds:
+        z, correlation, _ = study(seed, effects=seed % 10)
+        for digits in (16, 4, 3):
+            assert not is_warned(z, correlation.round(digits))
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_switched_allele_is_warned_of_by_name(seeds):
+    """That of the strongest association, which has a neighbour of correlation .6, is named first."""
+    for seed in seeds:
+        z, correlation, _ = study(seed)
+        alike = (np.abs(correlation - np.eye(len(z))) > 0.6).any(1)
+        switched = np.where(alike, np.abs(z), 0).argmax()
+        z[switched] *= -1
+        (message,) = is_warned(z, correlation)
+        assert re.search(r"the other sign is more probable for (\d+)", message)[1] == str(switched)
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_correlations_of_other_people_are_warned_of(seeds):
+    """Of another population, and of too few of the same one."""
+    for seed in seeds:
+        z, _, rng = study(seed)
+        for n, population in ((1000, 1), (200, 0)):
+            other = np.corrcoef(genotypes(n, len(z), rng, population).T)
+            (message,) = is_warned(z, other)
+            assert re.search(r"were taken as \(1 - s\) R \+ s I with s = 0\.\d+; ", message)
+
+
+def test_a_fit_that_is_warned_of_is_finite():
+    """The noise is not explained away by correlations that z contradicts; frames give names to the worst."""
+    z, correlation, _ = study(3, n=60, p=14)
+    names = [f"rs{j}" for j in range(14)]
+    wrong = pd.DataFrame(correlation[::-1, ::-1], names, names)
+    with pytest.warns(UserWarning, match=r"z-scores do not fit the correlations R, .* 'rs\d+'"):
+        model = SpikeSlabRegressor.from_z_scores(z, wrong, 60, random_state=0)
+    assert np.isfinite(model.coef_).all()
+    assert model.noise_scale_ > 0.8
