@@ -90,8 +90,9 @@ def main(options: Options) -> dict[int, list[Run]]:
         print(f"seed {seed}           loss    F1 of the true factors       numbers  counts")
         names = ["best", *(f"training {k}" for k in range(2, RUNS + 1)), "all open"]
         for name, run in zip(names, results[seed], strict=True):
-            scores = "".join(f"{x:6.2f}" for x in best_overlaps(run.support, data.support)) if run in runs else " " * 24
-            print(f"  {name:12s}{run.loss:9.0f} {scores}     {run.error[0]:10.3f}{run.error[1]:8.3f}")
+            scores = "".join(f"{x:6.2f}" for x in best_overlaps(run.support, data.support))
+            fit = " " * 34 if name == "all open" else f"{run.loss:9.0f} {scores}"
+            print(f"  {name:12s}{fit}     {run.error[0]:10.3f}{run.error[1]:8.3f}")
         best, *others = runs
         for k, number in enumerate(found_elsewhere(best, others)):
             size = int(best.support[k].sum())
