@@ -11,7 +11,13 @@ if find_spec("sklearn") is None:
 from pyro_l0.selection.credible_sets import credible_sets
 from pyro_l0.selection.neural import NeuralFeatureSelector
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from pyro_l0.selection.responses import SpikeSlabBinomialRegressor, SpikeSlabCox, SpikeSlabNegativeBinomial
+from pyro_l0.selection.responses import (
+    SpikeSlabBinomialRegressor,
+    SpikeSlabCox,
+    SpikeSlabNegativeBinomial,
+    SpikeSlabOrdinal,
+    SpikeSlabRobust,
+)
 
 __all__ = [
     "NeuralFeatureSelector",
@@ -19,7 +25,9 @@ __all__ = [
     "SpikeSlabClassifier",
     "SpikeSlabCox",
     "SpikeSlabNegativeBinomial",
+    "SpikeSlabOrdinal",
     "SpikeSlabPoissonRegressor",
     "SpikeSlabRegressor",
+    "SpikeSlabRobust",
     "credible_sets",
 ]

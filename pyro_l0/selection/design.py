@@ -131,6 +131,7 @@ _SLAB_UNITS = {
     "categorical": 2.0,
     "poisson": 1.0,
     "negative_binomial": 1.0,
+    "ordinal": 2.0,
     "breslow": 1.0,
     "efron": 1.0,
 }
@@ -139,6 +140,8 @@ _TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], s
     "gaussian": (np.isfinite, "finite numbers"),
     "bernoulli": (lambda y: (y >= 0) & (y <= 1), "0 and 1, or shares between them"),
     "categorical": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
+    "ordinal": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
+    "student": (np.isfinite, "finite numbers"),
     "poisson": (lambda y: y >= 0, "numbers that are not negative"),
     "negative_binomial": (lambda y: y >= 0, "numbers that are not negative"),
     "breslow": (np.isfinite, "finite numbers"),
@@ -149,6 +152,8 @@ _LEAST, _MOST = 1e-60, 1e60
 # Of the deviation of y: less noise is hidden by the rounding of sums of squares, and the determinant of wider slabs
 # overflows.
 _LEAST_NOISE, _MOST_SLAB = 1e-7, 1e10
+_INTERCEPT = 10.0  # deviation of the intercept's prior, of the size of y or of logits and log means
+_DEVIATIONS = 1.4826  # standard deviations of a normal variable in its median absolute one
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ class Design:
     problem: Problem
     factor: NDArray[np.float64]  # shape (p,); 0 for a constant feature, which the problem does not have
     centre: NDArray[np.float64]  # what was subtracted from the features, shape (p,)
-    level: NDArray[np.float64]  # with an intercept the mean of Gaussian observations, less that of the offset; (K,)
+    level: NDArray[np.float64]  # with an intercept the middle of observations with noise, less that of the offset; (K,)
     observations: float  # their number
     gate_of: NDArray[np.intp]  # which of G gates switches each feature, shape (p,)
 
@@ -206,6 +211,7 @@ def make_design(
     expected_size: float | None = None,
     slab_scale: float | None = None,
     noise_scale: float | None = None,
+    degrees_of_freedom: float | None = None,
     standardize: bool = True,
     fit_intercept: bool = True,
     gate_of: NDArray[np.intp] | None = None,
@@ -224,10 +230,11 @@ def make_design(
         x: features, shape ``(n, p)``; sparse ones, of a Gaussian regression, stay sparse.
         y: observations, shape ``(n,)``: numbers, 0 or 1 or shares of ones, numbers of classes from 0, or counts.
         family: distribution of the observations.
-        rate: this, and the three that follow, as for the estimators; a pair are the parameters of a Beta prior.
+        rate: this, and the four that follow, as for the estimators; a pair are the parameters of a Beta prior.
         expected_size: of the gates of features that vary, a rate of expected_size / G.
         slab_scale: for features of deviation 1 if these are standardised.
         noise_scale: of a Gaussian regression alone.
+        degrees_of_freedom: of Student-t noise.
         standardize: divide the features by their standard deviations, without an intercept by their root mean squares.
             Otherwise the unit of an unknown slab scale is divided by the root mean square of their deviations.
         fit_intercept: whether there is an intercept; that of a Gaussian regression is integrated out.
@@ -238,7 +245,7 @@ def make_design(
         offset: known part of the linear predictors, shape ``(n, K)``. With an intercept it is centred, so that the
             prior of the intercept is that of the linear predictor at average features and offset.
         names: of the features, for messages.
-        outputs: number of classes of categorical observations, of which the last may have no row.
+        outputs: number of classes of categorical or ordinal observations, of which the last may have no row.
     """
     expect(bool | np.bool_, "True or False", standardize=standardize, fit_intercept=fit_intercept)
     expect(Real | tuple | None, "a number or a pair of numbers", rate=rate)
@@ -259,7 +266,8 @@ def make_design(
     rows = np.ones(len(observations)) if weight is None else weight
     total = features.T @ rows if is_sparse else np.einsum("ij,i->j", features, rows)
     centre = total / number if fit_intercept else np.zeros(features.shape[1])
-    outputs = max(outputs, int(observations.max()) + 1) if family == "categorical" else 1
+    classes = max(outputs, int(observations.max()) + 1) if family in ("categorical", "ordinal") else 1
+    outputs = classes if family == "categorical" else 1
     level = np.zeros(outputs)
     if offset is not None and gaussian:
         observations = observations - offset[:, 0]
@@ -269,6 +277,9 @@ def make_design(
     if gaussian and fit_intercept:
         level = np.average(observations, weights=weight, keepdims=True)
         observations = observations - level
+    if family == "student" and fit_intercept:
+        middle = _median(observations, rows)
+        level, observations = level + middle, observations - middle
     if not is_sparse:
         # Where there are many features their columns are read, and a copy with other rows would take as long.
         features = np.subtract(features, centre, order="F" if gaussian else "C")
@@ -285,8 +296,11 @@ def make_design(
     divisor = deviation[varying] if standardize else np.ones(len(varying))
 
     size = math.sqrt(float(np.average(observations**2, weights=weight))) or 1.0
+    if family == "student":
+        size = _DEVIATIONS * _median(np.abs(observations), rows) or size
+    is_scaled = gaussian or family == "student"
     width = 1.0 if standardize else math.sqrt(float(np.mean(deviation**2))) or 1.0
-    unit = (size if gaussian else _SLAB_UNITS[family]) / width
+    unit = (size if is_scaled else _SLAB_UNITS[family]) / width
     gate_of = np.arange(len(each)) if gate_of is None else gate_of
     gates, number_of = np.unique(gate_of[varying], return_inverse=True)
     prior = Prior(
@@ -295,8 +309,10 @@ def make_design(
         noise_scale,
         slab_unit=unit,
         noise_unit=size,
+        intercept_scale=_INTERCEPT * (size if is_scaled else 1.0),
+        degrees_of_freedom=degrees_of_freedom,
     )
-    _check_scales(prior, size if gaussian else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
+    _check_scales(prior, size if is_scaled else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
     root = torch.from_numpy(np.sqrt(rows))
     sparse = SparseColumns.of(features, centre[varying], divisor, root, square[varying]) if is_sparse else None
     if gaussian and weight is not None:
@@ -310,8 +326,9 @@ def make_design(
         torch.empty(features.shape, device="meta") if is_sparse else torch.from_numpy(features),
         torch.from_numpy(observations),
         prior,
-        intercept=fit_intercept and not gaussian and family not in PARTIAL,
+        intercept=fit_intercept and family not in ("gaussian", "ordinal", *PARTIAL),
         outputs=outputs,
+        classes=classes,
         gate_of=None if len(gates) == len(varying) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
         offset=None if gaussian or offset is None else torch.from_numpy(offset),
@@ -321,6 +338,13 @@ def make_design(
     factor = np.zeros(len(each))
     factor[varying] = 1 / divisor
     return Design(problem, factor, centre, level, number, gate_of)
+
+
+def _median(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
+    """The lower one, of values that stand for several."""
+    order = np.argsort(values)
+    below = weight[order].cumsum()
+    return float(values[order[np.searchsorted(below, 0.5 * below[-1])]])
 
 
 def default_rate(features: int) -> tuple[float, float]:

@@ -73,7 +73,7 @@ def seed_of(random_state: int | np.random.RandomState | None) -> int:
 Array = NDArray[np.float64]
 RandomState = int | np.random.RandomState | None
 
-_PRIORS = ("rate", "expected_size", "slab_scale", "noise_scale")
+_PRIORS = ("rate", "expected_size", "slab_scale", "noise_scale", "degrees_of_freedom")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
 # Absolute correlation from which one feature is a near-copy of another, and how many are compared.
@@ -104,6 +104,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         "expected_size": [Interval(Real, 0, None, closed="neither"), None],
         "slab_scale": [Interval(Real, 0, None, closed="neither"), None],
         "noise_scale": [Interval(Real, 0, None, closed="neither"), None],
+        "degrees_of_freedom": [Interval(Real, 0, None, closed="neither"), None],
         "standardize": ["boolean"],
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
@@ -202,7 +203,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             weight=weight,
             offset=known,
             names=self._column_names(),
-            outputs=outputs,
+            outputs=len(getattr(self, "classes_", ())) or 1,
         )
         seed = seed_of(self.random_state)
         with progress(bool(self.verbose)):

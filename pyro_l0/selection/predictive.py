@@ -158,6 +158,14 @@ def log_likelihood(family: Family, predictors: Array, y: Array, draws: Draws, tr
         odds = eta + np.log(alpha)
         choices = -betaln(y + 1, 1 / alpha) - np.log(y + 1 / alpha)
         found = choices + y * log_expit(odds) + log_expit(-odds) / alpha
+    elif family == "ordinal":
+        cuts = np.pad(draws.learned["thresholds"], ((0, 0), (1, 1)), constant_values=((0, 0), (-np.inf, np.inf)))
+        lower, upper = (cuts[:, y.astype(int) + i] - eta for i in (0, 1))
+        found = log_expit(upper) + log_expit(-lower) + np.log(-np.expm1(lower - upper))
+    elif family == "student":
+        degrees, scale = draws.learned["degrees_of_freedom"][:, None], draws.noise_scale[:, None]
+        constant = gammaln((degrees + 1) / 2) - gammaln(degrees / 2) - 0.5 * np.log(degrees * np.pi) - np.log(scale)
+        found = constant - (degrees + 1) / 2 * np.log1p(((y - eta) / scale) ** 2 / degrees)
     else:
         found = y * eta - np.exp(eta) - gammaln(y + 1)
     return found
@@ -181,6 +189,12 @@ def replicated(
         alpha = np.broadcast_to(draws.learned["dispersion"][:, None], eta.shape)
         mean = np.exp(np.minimum(eta, _MOST_LOG)) * alpha * rng.gamma(1 / alpha)
         found = rng.poisson(np.minimum(mean, math.exp(_MOST_LOG)))
+    elif family == "ordinal":
+        latent = eta + rng.logistic(size=eta.shape)
+        found = np.stack([latent > cut[:, None] for cut in draws.learned["thresholds"].T]).sum(0)
+    elif family == "student":
+        noise = rng.standard_t(draws.learned["degrees_of_freedom"][:, None], size=eta.shape)
+        found = eta + draws.noise_scale[:, None] * noise
     else:
         found = rng.poisson(np.exp(np.minimum(eta, _MOST_LOG)))
     return np.asarray(found, dtype=np.float64)

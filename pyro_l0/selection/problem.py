@@ -86,9 +86,20 @@ class SelectionPosterior:
         return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error, is_exact)
 
 
-Family = Literal["gaussian", "bernoulli", "categorical", "poisson", "breslow", "efron", "negative_binomial"]
+Family = Literal[
+    "gaussian",
+    "bernoulli",
+    "categorical",
+    "poisson",
+    "breslow",
+    "efron",
+    "negative_binomial",
+    "ordinal",
+    "student",
+]
 PARTIAL = ("breslow", "efron")  # those of a partial likelihood, which is no distribution of y and needs no intercept
-SAMPLED = ("negative_binomial",)  # those with parameters of their own, whose posteriors come from exact chains alone
+# Those with parameters of their own, whose posteriors come from exact chains alone.
+SAMPLED = ("negative_binomial", "ordinal", "student")
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,11 @@ class Prior:
     Attributes:
         rate: P(z = 1) of every gate, or the two parameters of its Beta prior.
         slab_scale: standard deviation of the slabs; None if unknown.
-        noise_scale: standard deviation of Gaussian noise; None if unknown, or if the family has no noise.
+        noise_scale: standard deviation of Gaussian noise; None if unknown, or if the family has no such noise.
         slab_unit: scale of the half-normal prior of an unknown slab scale.
         noise_unit: scale of the half-Cauchy prior of an unknown noise scale.
         intercept_scale: standard deviation of the normal prior of the intercept, for families other than the Gaussian.
+        degrees_of_freedom: of Student-t noise; None if unknown.
     """
 
     rate: float | tuple[float, float]
@@ -110,6 +122,7 @@ class Prior:
     slab_unit: float = 1.0
     noise_unit: float = 1.0
     intercept_scale: float = 10.0
+    degrees_of_freedom: float | None = None
 
     def gates(self) -> IndependentGates | BetaBinomialGates:
         """The prior of gate vectors, with an unknown rate integrated out."""
@@ -158,13 +171,15 @@ class Problem:
     Attributes:
         family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
             intercept), Poisson and negative binomial with the logarithm of the mean; survival times by Cox's partial
-            likelihood, with ties by Breslow or Efron.
+            likelihood, with ties by Breslow or Efron; ordered classes by cumulative logits; numbers with Student-t
+            noise.
         x: features, float64, shape ``(n, p)``.
         y: observations, float64, shape ``(n,)``; counts, 0 or 1 or a share of ones, the number of a class from 0, or
             survival times, which have a minus sign (-0.0, too) where they are censored.
         prior: of the hyperparameters.
         intercept: whether the linear predictor has one, or one for each class.
         outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.
+        classes: how many an ordinal regression has.
         gate_of: which of G gates switches each feature, shape ``(p,)``; None if each has its own.
         weight: how many observations each row stands for, shape ``(n,)``; None if it is one. Rows of a Gaussian
             regression were multiplied by its square root.
@@ -181,6 +196,7 @@ class Problem:
     prior: Prior
     intercept: bool = False
     outputs: int = 1
+    classes: int = 0
     gate_of: Tensor | None = None
     weight: Tensor | None = None
     offset: Tensor | None = None

@@ -306,8 +306,7 @@ def _proposed(half: Tensor, is_levy: bool, generator: torch.Generator | None) ->
 
 
 _TRIES = 16  # gates of a sweep, at most
-_NEWTON = 2  # steps to the middle of proposals, each of which changes no linear predictor by more than
-_REACH = 3.0
+_NEWTON = 2  # steps to the middle of proposals
 _TAILS = 8  # degrees of freedom of proposals
 _CANDIDATES = 2  # of a gate's coefficients
 _LEAPS = 4  # of a Hamiltonian move
@@ -413,7 +412,8 @@ class JumpingChains(ExactChains):
             slope = self._likelihood.derivatives(eta + (along @ mode[:, :, None]).view_as(eta))[0].flatten(1)
             of_prior = every.precision * (beta + (line @ mode[:, :, None])[:, :, 0])
             step = torch.cholesky_solve(along.mT @ slope[:, :, None] - line.mT @ of_prior[:, :, None], factor)
-            mode = mode + (step * (_REACH / (along @ step).abs().amax((1, 2), True)).clamp(max=1.0))[:, :, 0]
+            length = self._likelihood.reach / (along @ step).abs().amax((1, 2), True)
+            mode = mode + (step * length.clamp(max=1.0))[:, :, 0]
 
         noise = self._normal(_CANDIDATES, size) / self._normal(_CANDIDATES, _TAILS).square().mean(2, True).sqrt()
         noise[:, 0] = torch.where(was_open, (factor.mT @ (now - mode)[:, :, None])[:, :, 0], noise[:, 0])

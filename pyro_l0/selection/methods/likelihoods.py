@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Point, Step, maximise
-from pyro_l0.selection.problem import PARTIAL, Family, Problem
+from pyro_l0.selection.problem import PARTIAL, Family, Prior, Problem
 
 __all__ = ["CoxLikelihood", "Likelihood", "likelihood_of"]
 
@@ -29,9 +29,11 @@ class Likelihood(ABC):
 
     Attributes:
         theta: the parameters on the whole line, shape ``(s, d)``, or ``(1, d)`` for all predictors; by default none.
+        reach: by how much a Newton step may change a linear predictor.
     """
 
     theta: Tensor = torch.zeros(1, 0, dtype=torch.float64)
+    reach = 3.0
 
     @abstractmethod
     def value(self, eta: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ class Likelihood(ABC):
         """The slope by eta, shape ``(s, n, K)``, and minus the second derivatives, shape ``(s, n, K, K)``.
 
         Where the likelihood does not add over observations, these are at least minus the second derivatives: the
-        difference is positive semidefinite.
+        difference is positive semidefinite. Where it is not concave, they are their expectation.
         """
 
     @abstractmethod
@@ -287,7 +289,8 @@ class ShiftedLikelihood(Likelihood):
     """Another likelihood, whose linear predictors have an offset of shape ``(n, K)`` beside eta."""
 
     def __init__(self, likelihood: Likelihood, offset: Tensor) -> None:
-        self._likelihood, self._offset, self.theta = likelihood, offset, likelihood.theta
+        self._likelihood, self._offset = likelihood, offset
+        self.theta, self.reach = likelihood.theta, likelihood.reach
 
     def value(self, eta: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
@@ -362,6 +365,99 @@ class NegativeBinomialLikelihood(IndependentLikelihood):
         return eta + theta, (-theta).exp()
 
 
+class OrdinalLikelihood(IndependentLikelihood):
+    r"""Class numbers y from 0 to C - 1, shape ``(n,)``, with P(y <= k) = sigmoid(c_k - eta); weights as above.
+
+    Theta is the first of C - 1 increasing cut points c and the logarithms of the gaps between them. At eta = 0, all
+    vectors of class probabilities have the same prior density: Dirichlet(1, ..., 1).
+    """
+
+    def __init__(self, y: Tensor, weight: Tensor, classes: int) -> None:
+        self._class, self._weight = y.long(), weight
+        self._counts = self._class.bincount(weight[:, 0], minlength=classes)
+        below = (self._counts + 0.5).cumsum(0)
+        self.theta = self._theta(torch.logit(below[:-1] / below[-1]))[None]
+
+    def value(self, eta: Tensor) -> Tensor:
+        lower, upper = self._odds(eta)
+        each = F.logsigmoid(upper) + F.logsigmoid(-lower)
+        # sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)), which is stable in both tails.
+        between = (-(-self.theta[:, 1:].exp()).expm1()).log() @ self._counts[1:-1]
+        total: Tensor = (self._weight * each).sum((-2, -1)) + between
+        return total
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        lower, upper = self._odds(eta)
+        slope = torch.sigmoid(lower) - torch.sigmoid(-upper)
+        curvature = sum(torch.sigmoid(x) * torch.sigmoid(-x) for x in (lower, upper))
+        return self._weight * slope, (self._weight * curvature)[..., None]
+
+    def log_prior(self) -> Tensor:
+        cuts = self._cuts()
+        both = F.logsigmoid(cuts) + F.logsigmoid(-cuts)
+        return both.sum(1) + self.theta[:, 1:].sum(1) + math.lgamma(len(self._counts))
+
+    def named(self) -> dict[str, Tensor]:
+        return {"thresholds": self._cuts()}
+
+    @staticmethod
+    def _theta(cuts: Tensor) -> Tensor:
+        return torch.cat([cuts[:1], cuts.diff().log()])
+
+    def _cuts(self) -> Tensor:
+        return torch.cat([self.theta[:, :1], self.theta[:, 1:].exp()], 1).cumsum(1)
+
+    def _odds(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """Log odds of less than each class, and of no more than it."""
+        cuts = F.pad(F.pad(self._cuts(), (1, 0), value=-math.inf), (0, 1), value=math.inf)
+        lower, upper = (cuts[:, self._class + i, None] - eta for i in (0, 1))
+        return lower, upper
+
+
+_DEGREES = 5.0  # of freedom, to start from
+
+
+class StudentLikelihood(IndependentLikelihood):
+    """Middles eta of observations with Student-t noise; weights as above.
+
+    Theta is the logarithm of the noise's scale, and that of its degrees of freedom if these are not known.
+    """
+
+    reach = math.inf  # its slope is bounded
+
+    def __init__(self, y: Tensor, weight: Tensor, prior: Prior) -> None:
+        self._y, self._weight, self._prior = y[:, None], weight, prior
+        start = [math.log(prior.noise_unit), math.log(_DEGREES)][: 1 + (prior.degrees_of_freedom is None)]
+        self.theta = torch.tensor([start], dtype=torch.float64)
+
+    def value(self, eta: Tensor) -> Tensor:
+        scale, degrees = self._parameters()
+        constant = (0.5 * (degrees + 1)).lgamma() - (0.5 * degrees).lgamma() - 0.5 * (degrees * math.pi).log()
+        of_ratio = 0.5 * (degrees + 1) * (((self._y - eta) / scale).square() / degrees).log1p()
+        total: Tensor = (self._weight * (constant - scale.log() - of_ratio)).sum((-2, -1))
+        return total
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        scale, degrees = self._parameters()
+        residual = self._y - eta
+        slope = (degrees + 1) * residual / (degrees * scale.square() + residual.square())
+        curvature = (degrees + 1) / (degrees + 3) / scale.square()
+        return self._weight * slope, (self._weight * curvature)[..., None]
+
+    def log_prior(self) -> Tensor:
+        degrees = self.theta[:, 1:]  # by Juarez and Steel (2010), J. Bus. Econ. Stat. 28: Gamma(2, .1)
+        return self._prior.log_noise(self.theta[:, 0]) + (2 * (degrees + math.log(0.1)) - 0.1 * degrees.exp()).sum(1)
+
+    def named(self) -> dict[str, Tensor]:
+        scale, degrees = (part[:, 0, 0] for part in self._parameters())
+        return {"noise_scale": scale, "degrees_of_freedom": degrees}
+
+    def _parameters(self) -> tuple[Tensor, Tensor]:
+        """Scale and degrees of freedom, shape ``(s, 1, 1)`` each."""
+        scale, known = self.theta[:, :1, None].exp(), self._prior.degrees_of_freedom
+        return scale, self.theta[:, 1:, None].exp() if known is None else torch.full_like(scale, known)
+
+
 def likelihood_of(problem: Problem) -> Likelihood:
     """The likelihood of a problem that is not Gaussian, by linear predictors without its offset."""
     likelihood = _without_offset(problem)
@@ -375,6 +471,10 @@ def _without_offset(problem: Problem) -> Likelihood:
     weight = (torch.ones_like(y) if problem.weight is None else problem.weight)[:, None]
     if problem.family == "categorical":
         return CategoricalLikelihood(y, weight, problem.outputs)
+    if problem.family == "ordinal":
+        return OrdinalLikelihood(y, weight, problem.classes)
+    if problem.family == "student":
+        return StudentLikelihood(y, weight, problem.prior)
     one: dict[Family, Callable[[Tensor, Tensor], Likelihood]] = {
         "bernoulli": BernoulliLikelihood,
         "poisson": PoissonLikelihood,

@@ -131,6 +131,8 @@ def null_predictor(problem: Problem) -> Tensor:
         precision = zero.new_full((1, 1), problem.prior.intercept_scale**-2)
         mode = find_mode(likelihood_of(problem), zero.new_ones(1, 1, len(y)), precision, zero[None, :1])
         return zero + mode.coefficients[0]
+    if problem.family == "student":  # whose median is zero
+        return zero
     n, total = weight.sum(), (weight * y).sum()
     if problem.family in ("poisson", "negative_binomial"):
         return zero + ((total + 0.5) / n).log()

@@ -9,11 +9,24 @@ import numpy as np
 from scipy import optimize, special, stats
 
 
-def references(x, log_density, parameters, outputs=1, *, rate=(1.0, None), slab_unit=1.0, size=4000, nodes=24, seed=0):
-    """Of standardised features, with an intercept that is normal with deviation 10.
+def references(
+    x,
+    log_density,
+    parameters,
+    outputs=1,
+    *,
+    intercept=True,
+    shown=np.exp,
+    rate=(1.0, None),
+    slab_unit=1.0,
+    size=4000,
+    nodes=24,
+    seed=0,
+):
+    """Of standardised features, with an intercept that is normal with deviation 10, or without one.
 
     ``log_density`` is that of observations and d = ``parameters`` numbers theta, of linear predictors of shape
-    ``(S, n, K)`` and theta ``(S, d)``. Returns P(z = 1), the means of coefficients ``(p, K)`` and of ``exp(theta)``.
+    ``(S, n, K)`` and theta ``(S, d)``. Returns P(z = 1), the means of coefficients ``(p, K)`` and of ``shown(theta)``.
     """
     rng = np.random.default_rng(seed)
     n, p = x.shape
@@ -25,11 +38,11 @@ def references(x, log_density, parameters, outputs=1, *, rate=(1.0, None), slab_
     for z in gates:
         count = z.sum()
         of_gates = special.betaln(beta_prior[0] + count, beta_prior[1] + p - count) - special.betaln(*beta_prior)
-        columns = np.hstack([x[:, z], np.ones((n, 1))])
+        columns = np.hstack([x[:, z], np.ones((n, int(intercept)))])
         width = columns.shape[1] * outputs
         start = np.zeros(width + parameters)
         for log_slab, log_prior in zip(log_slabs, of_slab, strict=True):
-            scale = np.repeat([np.exp(log_slab)] * count + [10.0], outputs)
+            scale = np.repeat([np.exp(log_slab)] * count + [10.0] * intercept, outputs)
 
             def joint(point, columns=columns, width=width, scale=scale):
                 beta, theta = point[:, :width], point[:, width:]
@@ -52,7 +65,7 @@ def references(x, log_density, parameters, outputs=1, *, rate=(1.0, None), slab_
             mean[z] = (share @ points[:, :width]).reshape(-1, outputs)[:count]
             weights.append(evidence + log_prior + of_gates)
             coefs.append(mean)
-            learned.append(share @ np.exp(points[:, width:]))
+            learned.append(share @ shown(points[:, width:]))
     share = special.softmax(np.array(weights)).reshape(len(gates), nodes)
     pips = share.sum(1) @ gates
     return pips, *(np.tensordot(share.ravel(), np.array(part), 1) for part in (coefs, learned))

@@ -1,5 +1,7 @@
 """Likelihoods with parameters of their own, against scipy, autograd and posteriors by importance sampling."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,42 @@ def half_normal_root(theta):
     return stats.halfnorm.logpdf(root) + np.log(root / 2)
 
 
-FAMILIES = {"negative_binomial": (negative_binomial, half_normal_root, ("dispersion",))}
+def cuts_of(theta):
+    return np.concatenate([theta[:, :1], np.exp(theta[:, 1:])], 1).cumsum(1)
+
+
+def ordinal(y, eta, theta):
+    """Differences of distribution functions."""
+    below = stats.logistic.cdf(cuts_of(theta)[:, None] - eta)
+    probs = np.diff(below, axis=2, prepend=0.0, append=1.0)
+    return np.log(np.maximum(probs[:, np.arange(len(y)), y.astype(int)], 1e-300))
+
+
+def flat_classes(theta):
+    """Log density by theta = first cut and log gaps, where class probabilities at zero have a flat density."""
+    return stats.logistic.logpdf(cuts_of(theta)).sum(1) + theta[:, 1:].sum(1) + np.log(2)  # of three classes
+
+
+def student(y, eta, theta):
+    scale, degrees = np.exp(theta[:, :1]), np.exp(theta[:, 1:])
+    return stats.t.logpdf(y, degrees, eta[..., 0], scale)
+
+
+def half_cauchy_and_gamma(theta):
+    scale, degrees = np.exp(theta).T
+    return stats.halfcauchy.logpdf(scale) + stats.gamma.logpdf(degrees, 2, scale=10) + theta.sum(1)
+
+
+# Of each family the log likelihood and the log prior, and which parameters theta stands for.
+FAMILIES = {
+    "negative_binomial": (negative_binomial, half_normal_root, lambda theta: {"dispersion": np.exp(theta[:, 0])}),
+    "ordinal": (ordinal, flat_classes, lambda theta: {"thresholds": cuts_of(theta)}),
+    "student": (
+        student,
+        half_cauchy_and_gamma,
+        lambda theta: {"noise_scale": np.exp(theta[:, 0]), "degrees_of_freedom": np.exp(theta[:, 1])},
+    ),
+}
 
 
 def problem(family, n=40, p=3, seed=0, weight=None):
@@ -35,8 +72,14 @@ def problem(family, n=40, p=3, seed=0, weight=None):
     x = rng.normal(size=(n, p))
     x[:, 1] += x[:, 0]
     x = (x - x.mean(0)) / x.std(0)
-    y = rng.poisson(np.exp(1 + 0.3 * x[:, 0]) * rng.gamma(2.0, 0.5, size=n)).astype(float)
-    return Problem(family, torch.from_numpy(x), torch.from_numpy(y), Prior((1.0, p**0.5)), True, weight=weight)
+    if family == "ordinal":
+        y = np.digitize(0.5 * x[:, 0] + rng.logistic(size=n), [-1, 1.5]).astype(float)
+    elif family == "student":
+        y = 1 + 0.4 * x[:, 0] + rng.standard_t(2.5, size=n)
+    else:
+        y = rng.poisson(np.exp(1 + 0.3 * x[:, 0]) * rng.gamma(2.0, 0.5, size=n)).astype(float)
+    both = torch.from_numpy(x), torch.from_numpy(y)
+    return Problem(family, *both, Prior((1.0, p**0.5)), family != "ordinal", classes=3, weight=weight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,9 +99,23 @@ def test_values_and_derivatives(family):
     slope, curvature = likelihood.derivatives(eta)
     (by_autograd,) = torch.autograd.grad(value.sum(), eta, create_graph=True)
     torch.testing.assert_close(slope, by_autograd)
+    if family == "student":
+        return  # its curvature is an expectation, see below
     for k in range(given.outputs):
         (row,) = torch.autograd.grad(by_autograd[..., k].sum(), eta, retain_graph=True)
         torch.testing.assert_close(curvature[..., k, :], -row)
+
+
+def test_expected_curvature_of_student():
+    """The mean over quantiles of the noise of minus the second derivative, which is negative at some of them."""
+    y = torch.from_numpy(0.7 * stats.t(2.5).ppf((np.arange(20_000) + 0.5) / 20_000))
+    given = replace(problem("student"), y=y)
+    likelihood = likelihood_of(given).at(torch.tensor([[0.7, 2.5]], dtype=torch.float64).log())
+    eta = torch.zeros(1, 20_000, 1, dtype=torch.float64, requires_grad=True)
+    slope, curvature = likelihood.derivatives(eta)
+    (row,) = torch.autograd.grad(slope.sum(), eta)
+    assert (row > 0).any()
+    torch.testing.assert_close(curvature.mean(), -row.mean(), rtol=1e-3, atol=0)
 
 
 def test_prior_of_the_dispersion():
@@ -104,11 +161,12 @@ def test_mode_of_the_parameters(family):
 def test_log_likelihoods_of_draws(family):
     """Those for arviz are of each draw's own parameters."""
     given = problem(family)
-    by_scipy, _, names = FAMILIES[family]
-    theta = np.array([[-1.0], [0.5]])
+    by_scipy, _, shown = FAMILIES[family]
+    theta = np.array([[-1.0, 0.3], [0.5, -0.2]])[:, : likelihood_of(given).theta.shape[1]]
     eta = np.random.default_rng(0).normal(size=(2, 40, given.outputs))
     empty = np.full(2, np.nan)
-    draws = Draws(None, None, empty, empty, empty, dict(zip(names, np.exp(theta).T, strict=True)))
+    learned = shown(theta)
+    draws = Draws(None, None, empty, learned.pop("noise_scale", empty), empty, learned)
     found = log_likelihood(family, eta, given.y.numpy(), draws)
     np.testing.assert_allclose(found, by_scipy(given.y.numpy(), eta, theta), rtol=1e-8)
 
@@ -127,21 +185,21 @@ def test_moves_of_the_parameters(family):
     for _ in range(60):
         each._move_parameters()
     torch.testing.assert_close(each._value, each._likelihood.value(each._eta))
-    grid = np.linspace(-25, 6, 3000)
+    d = each._likelihood.theta.shape[1]
+    grid = np.linspace(-25, 6, 3000) if d == 1 else np.linspace(-9, 7, 400)
+    theta = np.stack(np.meshgrid(*[grid] * d, indexing="ij"), -1).reshape(-1, d)
+    log_density = by_scipy(given.y.numpy(), np.broadcast_to(eta, (len(theta), *eta.shape)), theta).sum(1) + prior(theta)
+    density = np.exp(log_density - log_density.max()).reshape([len(grid)] * d)
     for k, drawn in enumerate(each._likelihood.theta.T):
-        theta = np.zeros((len(grid), each._likelihood.theta.shape[1]))
-        theta[:, k] = grid
-        log_density = by_scipy(given.y.numpy(), np.broadcast_to(eta, (len(grid), *eta.shape)), theta).sum(1) + prior(
-            theta
-        )
-        below = np.exp(log_density - log_density.max()).cumsum()
+        own = density.sum(tuple({0, 1}.intersection(range(d)) - {k}))
+        below = own.cumsum() - 0.5 * own
         assert stats.kstest(np.interp(drawn, grid, below / below[-1]), "uniform").pvalue > 1e-3
 
 
 def chains(given, size, seed=1):
     """With closed gates at first."""
     z = torch.zeros(size, given.gates, dtype=torch.bool)
-    beta = torch.zeros(size, (given.x.shape[1] + 1) * given.outputs, dtype=torch.float64)
+    beta = torch.zeros(size, (given.x.shape[1] + given.intercept) * given.outputs, dtype=torch.float64)
     often = torch.ones(given.gates, dtype=torch.float64)
     return JumpingChains(given, z, torch.zeros(size, dtype=torch.float64), beta, often, seeded(seed))
 
@@ -154,15 +212,21 @@ def test_posteriors_by_importance(family, seed, monkeypatch):
     """Everything is learned: inclusion probabilities to .02, means of coefficients and of the parameters."""
     monkeypatch.setattr(exact_chains, "_ROUNDS", 12)
     given = problem(family, n=60, seed=seed)
-    by_scipy, prior, names = FAMILIES[family]
+    by_scipy, prior, shown = FAMILIES[family]
     y, d = given.y.numpy(), likelihood_of(given).theta.shape[1]
 
     def log_density(eta, theta):
         return by_scipy(y, eta, theta).sum(1) + prior(theta)
 
-    pips, coefs, learned = references(given.x.numpy(), log_density, d, given.outputs)
+    def learned(theta):
+        return np.column_stack(list(shown(theta).values()))
+
+    pips, coefs, expected = references(
+        given.x.numpy(), log_density, d, given.outputs, intercept=given.intercept, shown=learned
+    )
     found = chains(given, 64, seed).posterior(0.0, 4000, 0.0)
     np.testing.assert_allclose(found.active_probs, pips, atol=0.02)
     np.testing.assert_allclose(found.mean, coefs, atol=0.02)
-    means = found.draws.learned[names[0]].mean(0)
-    np.testing.assert_allclose(means, learned if d > 1 else learned[0], rtol=0.05)
+    drawn = {**found.draws.learned, "noise_scale": found.draws.noise_scale}
+    means = np.column_stack([drawn[name] for name in shown(np.zeros((1, d)))]).mean(0)
+    np.testing.assert_allclose(means, expected, rtol=0.06, atol=0.03)
