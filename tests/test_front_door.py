@@ -19,9 +19,8 @@ PACKAGES = {
     "pruning": "Training prune",
     "training": "Checkpoint epochs process_group",
     "selection": "NeuralFeatureSelector SpikeSlabBinomialRegressor SpikeSlabClassifier SpikeSlabCox "
-    "SpikeSlabNegativeBinomial "
-    "SpikeSlabPoissonRegressor "
-    "SpikeSlabRegressor credible_sets",
+    "SpikeSlabNegativeBinomial SpikeSlabOrdinal SpikeSlabPoissonRegressor SpikeSlabRegressor SpikeSlabRobust "
+    "credible_sets",
 }
 NAMES = {package: set(names.split()) for package, names in PACKAGES.items()}
 

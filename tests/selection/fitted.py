@@ -10,13 +10,15 @@ from pyro_l0.selection import (
     SpikeSlabClassifier,
     SpikeSlabCox,
     SpikeSlabNegativeBinomial,
+    SpikeSlabOrdinal,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
+    SpikeSlabRobust,
 )
 
 ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
 SAMPLED = [SpikeSlabNegativeBinomial]  # those with parameters of their own
-EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabBinomialRegressor, SpikeSlabCox]
+EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabOrdinal, SpikeSlabRobust, SpikeSlabBinomialRegressor, SpikeSlabCox]
 
 
 def data(kind, n=80, p=4, seed=0):
@@ -31,6 +33,10 @@ def data(kind, n=80, p=4, seed=0):
     if kind is SpikeSlabCox:
         time = rng.exponential(np.exp(-eta))
         return x, np.rec.fromarrays([time < 2, np.minimum(time, 2)], names="event,time")
+    if kind is SpikeSlabOrdinal:
+        return x, 3 + np.digitize(2 * eta + rng.logistic(size=n), [-2.0, 1.0])
+    if kind is SpikeSlabRobust:
+        return x, 3.0 + eta + 0.7 * rng.standard_t(2.0, size=n)
     if kind is SpikeSlabBinomialRegressor:
         return x, rng.binomial(1, expit(2 * eta)).astype(float)
     more = rng.gamma(8.0, 0.125, size=n) if kind is SpikeSlabNegativeBinomial else 1.0

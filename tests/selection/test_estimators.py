@@ -21,8 +21,10 @@ import pyro_l0.selection
 from pyro_l0.selection import (
     SpikeSlabClassifier,
     SpikeSlabNegativeBinomial,
+    SpikeSlabOrdinal,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
+    SpikeSlabRobust,
 )
 from pyro_l0.selection.credible_sets import CredibleSet
 from tests.selection.fitted import ESTIMATORS, EVERY, SAMPLED, data, fitted, three_classes
@@ -242,7 +244,9 @@ def test_an_empty_selection_warns_as_in_scikit_learn():
 # Awkward data
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SAMPLED)) for kind in EVERY])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ESTIMATORS)) for kind in EVERY]
+)
 def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind):
     """To the bit; the global generators, Pyro's parameters, the data and the parameters stay as they were."""
     x, y = data(kind)
@@ -319,7 +323,7 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
 # arviz
 
 
-@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED])
+@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED, SpikeSlabOrdinal, SpikeSlabRobust])
 def test_arviz_gets_what_it_asks_for(kind):
     """Draws by feature name, log likelihoods by scipy's densities, replicated observations like the observed ones."""
     model = fitted(kind)
@@ -338,6 +342,11 @@ def test_arviz_gets_what_it_asks_for(kind):
     elif kind is SpikeSlabNegativeBinomial:
         size = 1 / draws["dispersion"][:, None]
         wanted = stats.nbinom.logpmf(y, size, size / (size + np.exp(eta)))
+    elif kind is SpikeSlabOrdinal:
+        below = expit(draws["thresholds"][:, None] - eta[:, :, None])
+        wanted = np.log(np.diff(below, axis=2, prepend=0.0, append=1.0)[:, np.arange(80), y - 3])
+    elif kind is SpikeSlabRobust:
+        wanted = stats.t.logpdf(y, draws["degrees_of_freedom"][:, None], eta, draws["noise_scale"][:, None])
     else:
         wanted = stats.poisson.logpmf(y, np.exp(eta))
     np.testing.assert_allclose(found["log_likelihood"]["y"][0].values, wanted, atol=1e-8)

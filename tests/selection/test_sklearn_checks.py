@@ -8,8 +8,10 @@ from pyro_l0.selection import (
     SpikeSlabClassifier,
     SpikeSlabCox,
     SpikeSlabNegativeBinomial,
+    SpikeSlabOrdinal,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
+    SpikeSlabRobust,
 )
 
 pytestmark = pytest.mark.filterwarnings(
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Of .* some member has an effect:UserWarning",
     "ignore:The coefficients separate the classes:UserWarning",  # as those of scikit-learn's blobs do
     "ignore:Expected trials:UserWarning",
+    "ignore:Labels of text are ordered:UserWarning",
 )
 # A known slab scale has no grid: one mode for each subset of the ten features that some checks have.
 QUICK = {"method": "enumerate", "slab_scale": 1.0}
@@ -53,7 +56,10 @@ def test_others_by_scikit_learn(estimator, check):
 
 # Of weighted and repeated rows, chains take other ways.
 @pytest.mark.slow
-@parametrize_with_checks([SpikeSlabNegativeBinomial(slab_scale=1.0)], expected_failed_checks=sampled)
+@parametrize_with_checks(
+    [SpikeSlabNegativeBinomial(slab_scale=1.0), SpikeSlabOrdinal(slab_scale=1.0), SpikeSlabRobust(slab_scale=1.0)],
+    expected_failed_checks=sampled,
+)
 def test_sampled_ones_by_scikit_learn(estimator, check):
     """The same of those that are always sampled."""
     check(estimator)
