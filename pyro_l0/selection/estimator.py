@@ -491,6 +491,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         found: Array = self._finite(coded_x, accept_sparse=sparse, reset=False)
         return self._columns.dummies(found)
 
+    def _middle(self, x: ArrayLike, offset: ArrayLike | None) -> Array:
+        """Posterior means of one linear predictor of new observations, shape ``(m,)``."""
+        features, known = self._validated_new(x, offset)
+        found: Array = features @ self.coef_ + self.intercept_
+        return found if known is None else found + known[:, 0]
+
     def _validated_new(self, x: ArrayLike, offset: ArrayLike | None) -> tuple[Array, Array | None]:
         """Features and offset of new observations, the latter of shape ``(m, K)``."""
         found = self._validated_features(x)

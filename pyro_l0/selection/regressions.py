@@ -207,11 +207,10 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         Returns:
             The means, shape ``(m,)``, and with ``return_std`` the standard deviations in the same shape.
         """
-        x, known = self._validated_new(X, offset)
-        mean: Array = x @ self.coef_ + self.intercept_ + (0.0 if known is None else known[:, 0])
+        mean = self._middle(X, offset)
         if not return_std:
             return mean
-        variance = summaries(self.draws_, x, None, lambda predictor: predictor[..., 0].var(0))
+        variance = summaries(self.draws_, self._validated_features(X), None, lambda predictor: predictor[..., 0].var(0))
         return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean())
 
     def _fit_summary(self, rows: Observations, n: float, x_mean: ArrayLike | None, y_mean: float | None) -> Self:

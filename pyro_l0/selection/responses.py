@@ -90,12 +90,13 @@ class SpikeSlabCox(SpikeSlabEstimator):
         )
         self.ties = ties
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # type: ignore[override]  # noqa: N803
+    def fit(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> Self:  # type: ignore[override]  # noqa: N803
         """Find the posterior of the coefficients.
 
         Args:
             X: features, shape ``(n, p)``, as for the other estimators.
             y: a structured array of events and times, or times, shape ``(n,)``. Repeat rows instead of weights.
+            offset: known part of the log risk, shape ``(n,)``.
 
         Returns:
             The estimator.
@@ -106,21 +107,21 @@ class SpikeSlabCox(SpikeSlabEstimator):
         Warns:
             UserWarning, ConvergenceWarning: as the other estimators do.
         """
-        return super().fit(X, y)
+        return super().fit(X, y, None, offset)
 
-    def predict(self, X: ArrayLike) -> Array:  # noqa: N803
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
         """Predict the log risk: the posterior mean of X beta, less that at the means of the features.
 
         Args:
             X: features, shape ``(m, p)``.
+            offset: known part of the log risk, shape ``(m,)``; 0 by default, also after a fit with one.
 
         Returns:
             Shape ``(m,)``; larger where events come sooner.
         """
-        found: Array = self._validated_features(X) @ self.coef_ + self.intercept_
-        return found
+        return self._middle(X, offset)
 
-    def predict_survival(self, X: ArrayLike, times: ArrayLike) -> Array:  # noqa: N803
+    def predict_survival(self, X: ArrayLike, times: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
         """Predict the probability that the event has not happened, averaged over the posterior.
 
         The cumulative hazard is Breslow's estimate, or Efron's with his ties, at each draw of the coefficients. After
@@ -129,37 +130,39 @@ class SpikeSlabCox(SpikeSlabEstimator):
         Args:
             X: features, shape ``(m, p)``.
             times: when, shape ``(T,)``.
+            offset: as for ``predict``.
 
         Returns:
             Shape ``(m, T)``.
         """
-        x = self._validated_features(X)
+        new = self._validated_new(X, offset)
         at = np.asarray(times, dtype=np.float64)
         if at.ndim != 1 or np.isnan(at).any():
             raise ValueError(f"Expected times of shape (T,) without NaN, but got {times!r}; pass a list of numbers.")
-        old, y = self._data[:2]
+        old, y, _, known, _ = self._data
         likelihood = CoxLikelihood(torch.from_numpy(np.abs(y)), torch.from_numpy(~np.signbit(y)), self.ties == "efron")
         before = np.searchsorted(likelihood.times.numpy()[::-1], at, side="right")
-        total = np.zeros((len(x), len(at)))
+        total = np.zeros((len(new[0]), len(at)))
         for draws in parts_of(self.draws_, max(len(y), total.size)):
-            hazard = (-likelihood.log_totals(torch.from_numpy(linear_predictors(draws, old)))).exp().numpy()
+            hazard = (-likelihood.log_totals(torch.from_numpy(linear_predictors(draws, old, known)))).exp().numpy()
             cumulative = np.pad(hazard[:, ::-1].cumsum(1), ((0, 0), (1, 0)))[:, before]
             with np.errstate(divide="ignore", over="ignore"):
-                total += np.exp(-np.exp(linear_predictors(draws, x) + np.log(cumulative)[:, None])).sum(0)
+                total += np.exp(-np.exp(linear_predictors(draws, *new) + np.log(cumulative)[:, None])).sum(0)
         return total / len(self.draws_.rate)
 
-    def score(self, X: ArrayLike, y: ArrayLike) -> float:  # noqa: N803
+    def score(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> float:  # noqa: N803
         """Harrell's concordance: how often the one of two whose event came first has the larger predicted risk.
 
         Args:
             X: features, shape ``(m, p)``.
             y: events and times, as for ``fit``.
+            offset: as for ``predict``.
 
         Returns:
             Between 0 and 1; equal risks count one half.
         """
-        risk = self.predict(X)
-        time, event = _times_and_events(y)
+        risk = self.predict(X, offset)
+        time, event = map(np.asarray, _times_and_events(y))
         check_consistent_length(risk, time)
         right = pairs = 0.0
         for i in np.flatnonzero(event):
@@ -510,9 +513,7 @@ class SpikeSlabRobust(SpikeSlabRegression):
         Returns:
             Posterior means of the middles, shape ``(m,)``.
         """
-        x, known = self._validated_new(X, offset)
-        middle: Array = x @ self.coef_ + self.intercept_
-        return middle if known is None else middle + known[:, 0]
+        return self._middle(X, offset)
 
     def _family(self) -> Family:
         return "student"

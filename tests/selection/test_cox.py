@@ -44,11 +44,13 @@ def test_survival_curves(ties):
     x, y = data(SpikeSlabCox)
     y = y.copy()
     y["time"] = np.ceil(4 * y["time"]) / 4
-    model = SpikeSlabCox(random_state=0, ties=ties).fit(x, y)
+    known = np.linspace(-1.0, 1.0, 80)
+    model = SpikeSlabCox(random_state=0, ties=ties).fit(x, y, offset=known)
     times = np.array([3.0, 0.1, 0.25, 0.6, 2.0])
-    found = model.predict_survival(x[:3], times)
+    found = model.predict_survival(x[:3], times, offset=known[:3])
     draws = model.sample(2000)
-    risk, new = (np.exp(draws["coef"] @ part.T + draws["intercept"][:, None]) for part in (x, x[:3]))
+    risk = np.exp(draws["coef"] @ x.T + draws["intercept"][:, None] + known)
+    new = risk[:, :3]
     hazard = np.zeros((2000, len(times)))
     for at in np.unique(y["time"][y["event"]]):
         tied = np.flatnonzero(y["event"] & (y["time"] == at))
@@ -58,7 +60,7 @@ def test_survival_curves(ties):
     np.testing.assert_allclose(found, np.exp(-new[:, :, None] * hazard[:, None]).mean(0), rtol=1e-9)
     assert (found[:, 1] == 1).all()
     assert (found[:, 0] == found[:, 4]).all()
-    np.testing.assert_allclose(model.predict(x[:3]), x[:3] @ model.coef_ + model.intercept_)
+    np.testing.assert_allclose(model.predict(x, known), x @ model.coef_ + model.intercept_ + known)
     assert abs(model.predict(x).mean()) < 1e-12
 
 
