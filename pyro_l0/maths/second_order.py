@@ -156,12 +156,21 @@ class DesignQuadratic:
 class SparseColumns:
     """Columns (x - centre) / divisor of a sparse matrix, times the roots of weights, of which few are ever dense.
 
-    A product with anything is that of the sparse matrix less that of the centres.
+    A product with anything is that of the sparse matrix less that of the centres. Columns x may be ``shrunk`` to
+    x - Q t Q'x, by Q of shape ``(n, k)`` and t of shape ``(k,)``.
     """
 
-    def __init__(self, matrix: Any, centre: Tensor, divisor: Tensor, root: Tensor, square: Tensor) -> None:
+    def __init__(
+        self,
+        matrix: Any,
+        centre: Tensor,
+        divisor: Tensor,
+        root: Tensor,
+        square: Tensor,
+        along: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         self._matrix = matrix  # of columns times roots of weights
-        self._centre, self._divisor, self._root = centre, divisor, root
+        self._centre, self.divisor, self._root, self._along = centre, divisor, root, along
         self.square = square  # of each column, sums
 
     @staticmethod
@@ -171,19 +180,34 @@ class SparseColumns:
         centre, divisor, square = map(torch.from_numpy, (centre, divisor, square))
         return SparseColumns(matrix, centre, divisor, root, square / divisor.square())
 
+    def shrunk(self, left: Tensor, share: Tensor) -> SparseColumns:
+        """The columns as :func:`shrunk` makes them."""
+        norms = left.square().sum(0)
+        square = (self.square - (self @ left).square() @ (share * (2 - share * norms))).clamp(min=0)
+        return SparseColumns(self._matrix, self._centre, self.divisor, self._root, square, (left, share))
+
+    def dense(self) -> Tensor:
+        """The columns, but for their divisors, as a tensor."""
+        found: Tensor = torch.from_numpy(self._matrix.toarray()) - self._root[:, None] * self._centre
+        return self._shrink(found)
+
+    def _shrink(self, y: Tensor) -> Tensor:
+        return y if self._along is None else shrunk(y, *self._along)
+
     def __len__(self) -> int:
         return len(self._centre)
 
     def __getitem__(self, index: Tensor | slice) -> SparseColumns:
         columns = index if isinstance(index, slice) else index.numpy()
-        found = self._matrix[:, columns]
-        return SparseColumns(found, self._centre[index], self._divisor[index], self._root, self.square[index])
+        found, square = self._matrix[:, columns], self.square[index]
+        return SparseColumns(found, self._centre[index], self.divisor[index], self._root, square, self._along)
 
     def __matmul__(self, y: Tensor) -> Tensor:
         """X'y, of a vector or of the columns of a matrix."""
+        y = self._shrink(y)
         crossed = torch.from_numpy(self._matrix.T @ y.numpy())
         of_centre = self._centre.view(-1, *[1] * (y.dim() - 1)) * (self._root @ y)
-        return (crossed - of_centre) / self._divisor.view(-1, *[1] * (y.dim() - 1))
+        return (crossed - of_centre) / self.divisor.view(-1, *[1] * (y.dim() - 1))
 
     def products(self, other: SparseColumns) -> Tensor:
         """Of each column with each of the others, some of which are made dense at a time.
@@ -194,9 +218,13 @@ class SparseColumns:
         parts = []
         for start in range(0, max(len(self), 1), step):
             part = self[start : start + step]
-            dense = torch.from_numpy(part._matrix.toarray()) - self._root[:, None] * part._centre
-            parts.append((other @ dense).T / part._divisor[:, None])
+            parts.append((other @ part.dense()).T / part.divisor[:, None])
         return torch.cat(parts)
+
+
+def shrunk(columns: Tensor, left: Tensor, share: Tensor) -> Tensor:
+    """Columns, or one, x - Q t Q'x, with orthogonal columns of Q, shape ``(n, k)``."""
+    return columns - (left * share) @ (left.T @ columns)
 
 
 def _products(one: Tensor | SparseColumns, other: Tensor | SparseColumns) -> Tensor:

@@ -7,15 +7,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import csc_array, csr_array, issparse
+from scipy.sparse import csc_array, csr_array, hstack, issparse
+from torch import Tensor
 
 from pyro_l0.expect import expect
-from pyro_l0.maths.second_order import SparseColumns
+from pyro_l0.maths.second_order import SparseColumns, shrunk
 from pyro_l0.selection.problem import PARTIAL, Draws, Family, Prior, Problem, SelectionPosterior
 
 if TYPE_CHECKING:
@@ -156,6 +157,25 @@ _INTERCEPT = 10.0  # deviation of the intercept's prior, of the size of y or of 
 _DEVIATIONS = 1.4826  # standard deviations of a normal variable in its median absolute one
 
 
+class IntegratedOut(NamedTuple):
+    """Features A of a Gaussian regression that are always in, which its problem does not have.
+
+    Their coefficients are N(0, s^2 noise_scale^2), with an infinite s for a flat prior. Given those of the others, X,
+    they have the mean B'Q'(y - X beta) and the covariance noise_scale^2 B'B, B'B = (A'A + s^-2)^-1 and Q = A B'.
+    """
+
+    root: NDArray[np.float64]  # B, shape (k, a)
+    crossed: NDArray[np.float64]  # Q'X, shape (k, p)
+    target: NDArray[np.float64]  # Q'y, shape (k,)
+    taken: int  # observations, by a flat prior: the rank of A
+    log_evidence: float  # what no other feature changes
+
+    def means(self, beta: Any) -> NDArray[np.float64]:
+        """Of the coefficients given those of the other features, shape ``(N, p)`` to ``(N, a)``."""
+        found: NDArray[np.float64] = (self.target - beta @ self.crossed.T) @ self.root
+        return found
+
+
 @dataclass(frozen=True)
 class Design:
     """A problem, and how to return to the units of the data.
@@ -167,23 +187,46 @@ class Design:
 
     problem: Problem
     factor: NDArray[np.float64]  # shape (p,); 0 for a constant feature, which the problem does not have
+    gated: NDArray[np.intp]  # the features that have a gate, as the problem has them
+    always: NDArray[np.intp]  # those that are always in, which come next
     centre: NDArray[np.float64]  # what was subtracted from the features, shape (p,)
     level: NDArray[np.float64]  # with an intercept the middle of observations with noise, less that of the offset; (K,)
     observations: float  # their number
+    flat_intercept: bool  # whether one was integrated out
     gate_of: NDArray[np.intp]  # which of G gates switches each feature, shape (p,)
+    integrated: IntegratedOut | None  # a Gaussian regression's features that are always in
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data; Gaussian intercepts are drawn given the rest."""
-        varying = np.flatnonzero(self.factor)
-        gates = np.unique(self.gate_of[varying])
+        rng = np.random.default_rng(seed)
+        if self.integrated is not None:
+            found = self._with_integrated(found, self.integrated, rng)
+        varying = np.concatenate([self.gated, self.always])
+        gates = np.unique(self.gate_of[self.gated])
         mean, sd = np.zeros((2, len(self.factor), self.problem.outputs))
         mean[varying], sd[varying] = (part * self.factor[varying, None] for part in (found.mean, found.sd))
         active_probs, error = np.zeros((2, int(self.gate_of.max()) + 1))
-        active_probs[gates] = found.active_probs
+        active_probs[gates], active_probs[self.gate_of[self.always]] = found.active_probs, 1.0
         error[gates] = 0.0 if found.standard_error is None else found.standard_error
-        draws = self._draws(found.draws, varying, np.random.default_rng(seed))
+        draws = self._draws(found.draws, varying, rng)
         known = None if found.standard_error is None else error
         return replace(found, active_probs=active_probs, mean=mean, sd=sd, draws=draws, standard_error=known)
+
+    def _with_integrated(
+        self, found: SelectionPosterior, out: IntegratedOut, rng: np.random.Generator
+    ) -> SelectionPosterior:
+        """With the coefficients of features that are always in, whose deviations are partly those of the draws."""
+        draws, means = found.draws, out.means(found.draws.coefficients)
+        noise = draws.noise_scale[:, None] * rng.standard_normal((len(means), len(out.root)))
+        variance = means.var(0) + (draws.noise_scale**2).mean() * (out.root**2).sum(0)
+        coefficients = csr_array(hstack([draws.coefficients, csr_array(means + noise @ out.root)]))
+        return replace(
+            found,
+            mean=np.concatenate([found.mean, out.means(found.mean.T).T]),
+            sd=np.concatenate([found.sd, np.sqrt(variance)[:, None]]),
+            draws=draws._replace(coefficients=coefficients),
+            log_evidence=found.log_evidence + out.log_evidence,
+        )
 
     def _draws(self, draws: Draws, varying: NDArray[np.intp], rng: np.random.Generator) -> Draws:
         outputs = self.problem.outputs
@@ -195,8 +238,7 @@ class Design:
         # One column for each output: the features' centres in the rows of its coefficients.
         centres = np.kron(self.centre[:, None], np.eye(outputs))
         intercept = draws.intercept + self.level - coefficients @ centres
-        # A flat intercept that has been integrated out has taken an observation.
-        if self.problem.family == "gaussian" and self.problem.size < self.observations:
+        if self.flat_intercept:
             noise = draws.noise_scale / math.sqrt(self.observations)
             intercept = intercept + noise[:, None] * rng.standard_normal(intercept.shape)
         return draws._replace(coefficients=coefficients, intercept=intercept)
@@ -207,8 +249,9 @@ def make_design(
     y: ArrayLike,
     family: Family = "gaussian",
     *,
-    rate: float | tuple[float, float] | None = None,
+    rate: float | tuple[float, float] | NDArray[np.float64] | None = None,
     expected_size: float | None = None,
+    always_in_scale: float | None = None,
     slab_scale: float | None = None,
     noise_scale: float | None = None,
     degrees_of_freedom: float | None = None,
@@ -230,8 +273,10 @@ def make_design(
         x: features, shape ``(n, p)``; sparse ones, of a Gaussian regression, stay sparse.
         y: observations, shape ``(n,)``: numbers, 0 or 1 or shares of ones, numbers of classes from 0, or counts.
         family: distribution of the observations.
-        rate: this, and the four that follow, as for the estimators; a pair are the parameters of a Beta prior.
+        rate: this, and the five that follow, as for the estimators; a pair are the parameters of a Beta prior, and an
+            array of shape ``(G,)`` has NaN where the rate is that of no rate.
         expected_size: of the gates of features that vary, a rate of expected_size / G.
+        always_in_scale: for features of deviation 1, times the noise scale of a Gaussian regression.
         slab_scale: for features of deviation 1 if these are standardised.
         noise_scale: of a Gaussian regression alone.
         degrees_of_freedom: of Student-t noise.
@@ -248,7 +293,7 @@ def make_design(
         outputs: number of classes of categorical or ordinal observations, of which the last may have no row.
     """
     expect(bool | np.bool_, "True or False", standardize=standardize, fit_intercept=fit_intercept)
-    expect(Real | tuple | None, "a number or a pair of numbers", rate=rate)
+    expect(Real | tuple | np.ndarray | None, "a number, a pair of numbers or an array", rate=rate)
     expect(Real | None, "a number", expected_size=expected_size, slab_scale=slab_scale, noise_scale=noise_scale)
     features, observations = _checked(x, y, family)
     is_sparse = issparse(features)
@@ -289,55 +334,102 @@ def make_design(
     each = np.sqrt(square / number)
     each[each <= 10 * np.finfo(np.float64).eps * np.abs(centre)] = 0.0  # a constant, up to rounding
     deviation = each if factor_of is None else np.sqrt(np.bincount(factor_of, each**2))[factor_of]
-    varying = np.flatnonzero(each)
-    if len(varying) < len(each):
+    if not each.all():
         _warn_of_constants(labels[each == 0].tolist())
+    gate_of = np.arange(len(each)) if gate_of is None else gate_of
+    rate = np.ones(int(gate_of.max()) + 1) if isinstance(rate, Real) and rate == 1 else rate
+    is_in = rate[gate_of] == 1 if isinstance(rate, np.ndarray) else np.zeros(len(each), dtype=bool)
+    if always_in_scale is not None and not is_in.any():
+        raise ValueError(
+            f"Expected no always_in_scale, as no feature has a rate of 1, but got {always_in_scale}; leave it out."
+        )
+    gated, always = np.flatnonzero((each > 0) & ~is_in), np.flatnonzero((each > 0) & is_in)
+    varying = np.concatenate([gated, always])
+    if len(gated) < len(each):
         features = features[:, varying]
     divisor = deviation[varying] if standardize else np.ones(len(varying))
 
-    size = math.sqrt(float(np.average(observations**2, weights=weight))) or 1.0
+    root = torch.from_numpy(np.sqrt(rows))
+    size = math.sqrt(float(np.average(observations**2, weights=weight)))
     if family == "student":
         size = _DEVIATIONS * _median(np.abs(observations), rows) or size
     is_scaled = gaussian or family == "student"
-    width = 1.0 if standardize else math.sqrt(float(np.mean(deviation**2))) or 1.0
-    unit = (size if is_scaled else _SLAB_UNITS[family]) / width
-    gate_of = np.arange(len(each)) if gate_of is None else gate_of
-    gates, number_of = np.unique(gate_of[varying], return_inverse=True)
-    prior = Prior(
-        _rate(rate, expected_size, len(gates)),
-        slab_scale,
-        noise_scale,
-        slab_unit=unit,
-        noise_unit=size,
-        intercept_scale=_INTERCEPT * (size if is_scaled else 1.0),
-        degrees_of_freedom=degrees_of_freedom,
-    )
-    _check_scales(prior, size if is_scaled else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
-    root = torch.from_numpy(np.sqrt(rows))
-    sparse = SparseColumns.of(features, centre[varying], divisor, root, square[varying]) if is_sparse else None
     if gaussian and weight is not None:
         observations = observations * root.numpy()
     if not is_sparse:
         features /= divisor
         if gaussian and weight is not None:
             features *= root.numpy()[:, None]
+    columns: Tensor | SparseColumns = (
+        SparseColumns.of(features, centre[varying], divisor, root, square[varying])
+        if is_sparse
+        else torch.from_numpy(features).T
+    )
+    target, integrated = torch.from_numpy(observations), None
+    if gaussian and len(always):
+        columns, target, integrated = _integrated_out(columns, target, len(gated), always_in_scale)
+        size = float(target.norm()) / math.sqrt(number)
+    size = size or 1.0
+    taken = float(fit_intercept) + (integrated.taken if integrated else 0)
+    if integrated and taken >= number:
+        raise ValueError(
+            f"Expected more observations than features that are always in take, but they, and an intercept, take "
+            f"{taken:g} of {number:g}; set always_in_scale."
+        )
+    width = 1.0 if standardize or is_in.all() else math.sqrt(float(np.mean(deviation[~is_in] ** 2))) or 1.0
+    gates, number_of = np.unique(gate_of[gated], return_inverse=True)
+    intercept_scale = _INTERCEPT * (size if is_scaled else 1.0)
+    prior = Prior(
+        _rate(rate, expected_size, gates),
+        slab_scale,
+        noise_scale,
+        slab_unit=(size if is_scaled else _SLAB_UNITS[family]) / width,
+        noise_unit=size,
+        intercept_scale=intercept_scale,
+        always_scale=always_in_scale or intercept_scale,
+        degrees_of_freedom=degrees_of_freedom,
+    )
+    _check_scales(prior, size if is_scaled else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
     problem = Problem(
         family,
-        torch.empty(features.shape, device="meta") if is_sparse else torch.from_numpy(features),
-        torch.from_numpy(observations),
+        columns.T if isinstance(columns, Tensor) else torch.empty(len(rows), len(gated), device="meta"),
+        target,
         prior,
         intercept=fit_intercept and family not in ("gaussian", "ordinal", *PARTIAL),
         outputs=outputs,
         classes=classes,
-        gate_of=None if len(gates) == len(varying) else torch.from_numpy(number_of),
+        always=0 if gaussian else len(always),
+        gate_of=None if len(gates) == len(gated) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
         offset=None if gaussian or offset is None else torch.from_numpy(offset),
-        observations=number - fit_intercept if gaussian else None,
-        sparse=sparse,
+        observations=number - taken if gaussian else None,
+        sparse=columns if isinstance(columns, SparseColumns) else None,
     )
     factor = np.zeros(len(each))
     factor[varying] = 1 / divisor
-    return Design(problem, factor, centre, level, number, gate_of)
+    flat = gaussian and fit_intercept
+    return Design(problem, factor, gated, always, centre, level, number, flat, gate_of, integrated)
+
+
+def _integrated_out(
+    columns: Tensor | SparseColumns, y: Tensor, gated: int, scale: float | None
+) -> tuple[Tensor | SparseColumns, Tensor, IntegratedOut]:
+    """Features with a gate, as rows, and y, with products x'(I - QQ')x as the features after these leave them."""
+    first, last = columns[:gated], columns[gated:]
+    always = last.dense() / last.divisor if isinstance(last, SparseColumns) else last.T
+    n, missing = len(y), max(0, len(last) - len(y))  # directions of which the data say nothing
+    left, sizes, right = torch.linalg.svd(torch.nn.functional.pad(always, (0, 0, 0, missing)), full_matrices=False)
+    precision = 0.0 if scale is None else scale**-2
+    seen = (sizes > max(always.shape) * torch.finfo(sizes.dtype).eps * sizes[0]) | (precision > 0)
+    gains = (sizes[seen].square() + precision).rsqrt()
+    q, root, rest = left[:n, seen] * sizes[seen] * gains, gains[:, None] * right[seen], precision * gains.square()
+    # (I - Q t Q')^2 = I - QQ', as the columns of Q are orthogonal and their squares sum to 1 - rest.
+    along = q, 1 / (1 + rest.sqrt())
+    log_evidence = 0.5 * float(rest.log().sum()) if precision else 0.0
+    taken = 0 if precision else len(gains)
+    found = IntegratedOut(root.numpy(), (first @ q).T.numpy(), (q.T @ y).numpy(), taken, log_evidence)
+    left_over = first.shrunk(*along) if isinstance(first, SparseColumns) else shrunk(first.T, *along).T
+    return left_over, shrunk(y, *along), found
 
 
 def _median(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
@@ -374,7 +466,20 @@ def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[n
     return features, observations
 
 
-def _rate(rate: float | tuple[float, float] | None, expected_size: float | None, p: int) -> float | tuple[float, float]:
+def _rate(
+    rate: float | tuple[float, float] | NDArray[np.float64] | None,
+    expected_size: float | None,
+    gates: NDArray[np.intp],
+) -> float | tuple[float, float] | NDArray[np.float64]:
+    """Of some gates; an array leaves them all to be learned, or none."""
+    p = len(gates)
+    if isinstance(rate, np.ndarray) and np.isnan(rate).any():
+        if not np.isnan(rate[gates]).all():
+            raise ValueError(
+                "Expected a rate for each feature, or none but rates of 1, but some are missing; add them, or leave "
+                "out those below 1."
+            )
+        rate = None
     if rate is not None and expected_size is not None:
         raise ValueError(f"Expected a rate or an expected_size, but got both: {rate} and {expected_size}.")
     if expected_size is not None:
@@ -385,6 +490,8 @@ def _rate(rate: float | tuple[float, float] | None, expected_size: float | None,
             f"{rate if expected_size is None else expected_size}; groups count as one feature each, and constant "
             "features not at all."
         )
+    if isinstance(rate, np.ndarray):
+        return rate[gates]
     return default_rate(max(p, 1)) if rate is None else rate
 
 

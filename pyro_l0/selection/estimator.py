@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -72,8 +72,9 @@ def seed_of(random_state: int | np.random.RandomState | None) -> int:
 
 Array = NDArray[np.float64]
 RandomState = int | np.random.RandomState | None
+Rates = float | ArrayLike | Mapping[str | int, float] | None
 
-_PRIORS = ("rate", "expected_size", "slab_scale", "noise_scale", "degrees_of_freedom")
+_PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale", "degrees_of_freedom")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
 # Absolute correlation from which one feature is a near-copy of another, and how many are compared.
@@ -100,7 +101,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     """
 
     _parameter_constraints: ClassVar[dict[str, list[object]]] = {
-        "rate": [Interval(Real, 0, 1, closed="neither"), None],
+        "rate": [Interval(Real, 0, 1, closed="right"), "array-like", dict, None],
+        "always_in_scale": [Interval(Real, 0, None, closed="neither"), None],
         "expected_size": [Interval(Real, 0, None, closed="neither"), None],
         "slab_scale": [Interval(Real, 0, None, closed="neither"), None],
         "noise_scale": [Interval(Real, 0, None, closed="neither"), None],
@@ -120,13 +122,15 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     classes_: NDArray[np.generic]
     _standard_error: Array | None = None
     _data: _Data  # missing if only the moments of the data are known
+    _is_in: NDArray[np.bool_] | None = None  # which gates are always open
     _takes_sparse = False
 
     def __init__(
         self,
         *,
-        rate: float | None = None,
+        rate: Rates = None,
         expected_size: float | None = None,
+        always_in_scale: float | None = None,
         slab_scale: float | None = None,
         standardize: bool = True,
         fit_intercept: bool = True,
@@ -137,6 +141,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     ) -> None:
         self.rate = rate
         self.expected_size = expected_size
+        self.always_in_scale = always_in_scale
         self.slab_scale = slab_scale
         self.standardize = standardize
         self.fit_intercept = fit_intercept
@@ -191,10 +196,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._group_of = _checked_groups(self.groups, x.shape[1])
         self._gate_of = self._group_of[self._columns.feature_of]
         x = self._columns.dummies(x)
+        rate = self._checked_rate()
         design = make_design(
             x,
             target,
             self._family(),
+            rate=rate,
             **{name: parameters[name] for name in _PRIORS if name in parameters},
             standardize=self.standardize,
             fit_intercept=self.fit_intercept,
@@ -209,13 +216,16 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         with progress(bool(self.verbose)):
             posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
         self._keep(design, posterior, seed)
+        if rate is not None and not np.isnan(rate).any():
+            self.rate_ = rate
         self._warn_of_chains(x)
         self._data = _Data(x, target, weight, known)
         if not posterior.is_exact:
             self._warn_of_separation()
+        self._is_in = np.isin(np.arange(len(self.pip_)), self._gate_of[design.always])
         self.credible_sets_: list[CredibleSet] = credible_sets(
-            open_gates(self.draws_.coefficients, self._gate_of),
-            self.pip_,
+            open_gates(self.draws_.coefficients, self._gate_of) & ~self._is_in,
+            np.where(self._is_in, 0.0, self.pip_),
             x,
             names=self._gate_names(),
             gate_of=self._gate_of,
@@ -229,7 +239,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Features enter by decreasing inclusion probability, while it is above one half and the mean of 1 - PIP is at
         most ``fdr``; of equal ones, the smaller index comes first. Without the bound of one half, certain features
         would make room for improbable ones. Features whose inclusion probability has a standard error above .05 are
-        left out. If features are in groups, whole groups are selected.
+        left out. If features are in groups, whole groups are selected. Those of rate 1 are always selected, beside the
+        others and without a share in the rate of false ones.
 
         Args:
             fdr: expected share of selected features without an effect, in [0, 1].
@@ -249,11 +260,13 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         pips = (
             self.pip_ if self._standard_error is None else np.where(self._standard_error > MOST_ERROR, 0.0, self.pip_)
         )
+        is_in = np.zeros(len(pips), dtype=bool) if self._is_in is None else self._is_in
         order = np.argsort(-pips, kind="stable")
+        order = order[~is_in[order]]
         false = np.cumsum(1 - pips[order]) / np.arange(1, len(order) + 1)
         # The means increase with the size of the set, as 1 - PIP does.
-        size = min(np.searchsorted(false, fdr, side="right"), np.count_nonzero(pips > 0.5))
-        chosen = np.sort(order[:size])
+        size = min(np.searchsorted(false, fdr, side="right"), np.count_nonzero(pips[order] > 0.5))
+        chosen = np.sort(np.concatenate([order[:size], np.flatnonzero(is_in)]))
         shared = [found for found in self.credible_sets_ if len(found.features) > 1 and found.probability >= 1 - fdr]
         missed = [str(found) for found in shared if not np.isin(found.features, chosen).any()]
         if missed:
@@ -299,8 +312,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Returns:
             Arrays by name, ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly
             0; ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
-            ``slab_scale``, ``rate`` and, where the family has noise, ``noise_scale``, shape ``(n,)`` each; and what
-            else the family has, such as ``dispersion``.
+            ``slab_scale``, ``rate`` if it is one for all, and, where the family has noise, ``noise_scale``, shape
+            ``(n,)`` each; and what else the family has, such as ``dispersion``.
         """
         check_is_fitted(self)
         expect_count(1, n=n)
@@ -311,11 +324,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             "coef": self._as_coef(draws.coefficients.toarray()),
             "gates": open_gates(draws.coefficients, self._gate_of),
             "intercept": self._as_intercept(draws.intercept),
-            "slab_scale": draws.slab_scale,
-            "rate": draws.rate,
         }
-        noise = {} if np.isnan(draws.noise_scale).any() else {"noise_scale": draws.noise_scale}
-        return {**found, **noise, **draws.learned}
+        scales = {name: getattr(draws, name) for name in ("slab_scale", "rate", "noise_scale")}
+        known = {name: values for name, values in scales.items() if not np.isnan(values).any()}
+        return {**found, **known, **draws.learned}
 
     def sample_y(
         self,
@@ -399,6 +411,32 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
         return to_inference_data(self._family(), draws, sample, self.pip_, x, y, *names, offset, trials)
+
+    def _checked_rate(self) -> float | Array | None:
+        """One for all gates, or of each, NaN where a dict or series has none."""
+        rate: Any = self.rate
+        if rate is None or isinstance(rate, Real):
+            return rate  # type: ignore[return-value]
+        number = int(self._group_of.max()) + 1
+        kinds = "features" if self.groups is None else "groups"
+        if hasattr(rate, "items"):
+            names = self._names() if self.groups is None else ()
+            place = {key: i for keys in (names, range(number)) for i, key in enumerate(keys)}
+            unknown = [key for key, _ in rate.items() if key not in place]
+            if unknown:
+                raise ValueError(
+                    f"Expected rates by names or positions of {kinds}, but got {unknown[0]!r}; there are {number}."
+                )
+            found = np.full(number, np.nan)
+            found[[place[key] for key, _ in rate.items()]] = values = np.array([*dict(rate).values()], dtype=np.float64)
+        else:
+            found = values = np.array(rate, dtype=np.float64)
+        if found.shape != (number,) or not ((values > 0) & (values <= 1)).all():
+            raise ValueError(
+                f"Expected rates above 0 and up to 1 of {number} {kinds}, but got {rate!r}; 1 is for {kinds} that are "
+                "always in."
+            )
+        return found
 
     def _warn_of_separation(self) -> None:
         """Only classes can be separated."""

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
@@ -33,7 +34,7 @@ class Draws(NamedTuple):
         intercept: shape ``(N, K)``; 0 if the problem has none.
         slab_scale: shape ``(N,)``, also if it is known.
         noise_scale: shape ``(N,)``, also if it is known; NaN for a family without noise.
-        rate: P(z = 1), shape ``(N,)``, also if it is known.
+        rate: P(z = 1), shape ``(N,)``, also if it is known; NaN if it differs between gates.
         learned: further parameters of the family by name, each of shape ``(N,)`` or ``(N, K)``.
     """
 
@@ -107,33 +108,37 @@ class Prior:
     """Known hyperparameters of a regression, or the priors of unknown ones.
 
     Attributes:
-        rate: P(z = 1) of every gate, or the two parameters of its Beta prior.
+        rate: P(z = 1) of every gate, or of each, shape ``(G,)``, or the two parameters of its Beta prior.
         slab_scale: standard deviation of the slabs; None if unknown.
         noise_scale: standard deviation of Gaussian noise; None if unknown, or if the family has no such noise.
         slab_unit: scale of the half-normal prior of an unknown slab scale.
         noise_unit: scale of the half-Cauchy prior of an unknown noise scale.
         intercept_scale: standard deviation of the normal prior of the intercept, for families other than the Gaussian.
+        always_scale: the same of features that are always in.
         degrees_of_freedom: of Student-t noise; None if unknown.
     """
 
-    rate: float | tuple[float, float]
+    rate: float | tuple[float, float] | NDArray[np.float64]
     slab_scale: float | None = None
     noise_scale: float | None = None
     slab_unit: float = 1.0
     noise_unit: float = 1.0
     intercept_scale: float = 10.0
+    always_scale: float = 10.0
     degrees_of_freedom: float | None = None
 
     def gates(self) -> IndependentGates | BetaBinomialGates:
         """The prior of gate vectors, with an unknown rate integrated out."""
         if isinstance(self.rate, tuple):
             return BetaBinomialGates(*self.rate)
+        if isinstance(self.rate, np.ndarray):
+            return IndependentGates(torch.from_numpy(self.rate).logit())
         return IndependentGates(torch.tensor(math.log(self.rate) - math.log1p(-self.rate), dtype=torch.float64))
 
     def draw_rate(self, z: Tensor, generator: torch.Generator) -> NDArray[np.float64]:
-        """P(z = 1) given gates of shape ``(N, G)``, shape ``(N,)``."""
+        """P(z = 1) given gates of shape ``(N, G)``, shape ``(N,)``; NaN where each has its own."""
         if not isinstance(self.rate, tuple):
-            return np.full(len(z), self.rate)
+            return np.full(len(z), math.nan if isinstance(self.rate, np.ndarray) else self.rate)
         opened = open_counts(z).numpy()
         # By numpy, as torch draws Beta variables from its global generator alone.
         rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
@@ -180,7 +185,9 @@ class Problem:
         intercept: whether the linear predictor has one, or one for each class.
         outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.
         classes: how many an ordinal regression has.
-        gate_of: which of G gates switches each feature, shape ``(p,)``; None if each has its own.
+        always: how many of the features, the last ones, are always in: they have no gate, and a normal prior as the
+            intercept. Those of a Gaussian regression were integrated out.
+        gate_of: which of G gates switches each other feature, shape ``(p - always,)``; None if each has its own.
         weight: how many observations each row stands for, shape ``(n,)``; None if it is one. Rows of a Gaussian
             regression were multiplied by its square root.
         offset: known part of the linear predictors, shape ``(n, K)``; None if there is none. It was subtracted from y
@@ -197,6 +204,7 @@ class Problem:
     intercept: bool = False
     outputs: int = 1
     classes: int = 0
+    always: int = 0
     gate_of: Tensor | None = None
     weight: Tensor | None = None
     offset: Tensor | None = None
@@ -212,7 +220,19 @@ class Problem:
     @property
     def gates(self) -> int:
         """G."""
-        return self.x.shape[1] if self.gate_of is None else int(self.gate_of.max()) + 1
+        return self.x.shape[1] - self.always if self.gate_of is None else int(self.gate_of.max()) + 1
+
+    @property
+    def ungated(self) -> Tensor:
+        """Columns without a gate: the features that are always in, then the constant of an intercept."""
+        features = self.x[:, self.x.shape[1] - self.always :]
+        return pad(features, (0, int(self.intercept)), value=1.0)
+
+    @property
+    def ungated_precision(self) -> Tensor:
+        """Of the priors of their coefficients."""
+        scales = [self.prior.always_scale] * self.always + [self.prior.intercept_scale] * self.intercept
+        return torch.tensor(scales, dtype=torch.float64) ** -2
 
     @property
     def size(self) -> float:
@@ -220,8 +240,9 @@ class Problem:
         return float(len(self.y)) if self.observations is None else self.observations
 
     def switched(self, z: Tensor) -> Tensor:
-        """From values of gates to those of the features that they switch: shape ``(..., G)`` to ``(..., p)``."""
-        return z if self.gate_of is None else z[..., self.gate_of]
+        """From values of gates to those of the features: shape ``(..., G)`` to ``(..., p)``; 1 for those always in."""
+        own = z if self.gate_of is None else z[..., self.gate_of]
+        return pad(own, (0, self.always), value=1) if self.always else own
 
     def checked(self, z: Tensor) -> Tensor:
         """Gates as bool, if their shape is ``(S, G)`` with at least one row."""

@@ -14,7 +14,7 @@ from sklearn.utils import Tags
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, SpikeSlabRegression
+from pyro_l0.selection.estimator import Array, RandomState, Rates, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
 from pyro_l0.selection.summary_statistics import Observations, of_moments, of_z_scores
@@ -44,14 +44,21 @@ class SpikeSlabRegressor(SpikeSlabRegression):
     means the same for factors and numbers: a factor of two levels has the inclusion probability of a 0/1 column.
 
     Args:
-        rate: prior inclusion probability of every feature, or of every group. If neither this nor ``expected_size`` is
-            given, it is learned, under a Beta(1, sqrt(p)) prior.
+        rate: prior inclusion probability of every feature, or of every group: a number above 0 and up to 1, an array of
+            shape ``(p,)``, or a dict or series by names or positions. If neither this nor ``expected_size`` is given,
+            it is learned, under a Beta(1, sqrt(p)) prior. Features of rate 1 are always in; a dict of no other rates
+            leaves the rate of the rest to be learned, or to ``expected_size``. Otherwise it has them all.
         expected_size: expected number of features, or groups, with an effect; the rate is then
-            ``expected_size / n_features``.
+            ``expected_size / n_features``. Those that are always in do not count.
+        always_in_scale: standard deviation of the effects of features that are always in, of standardised ones if these
+            are standardised; in a linear regression in units of the noise scale. None: their prior is that of the
+            intercept, which is flat in a linear regression. If they and the intercept are collinear, as the dummies of
+            a category, the effects are then the smallest of those that fit equally well.
         slab_scale: standard deviation of the nonzero effects, of standardised features if these are standardised; None:
-            it is learned, under a half-normal prior whose scale is the standard deviation of y.
+            it is learned, under a half-normal prior whose scale is the standard deviation of y, less what features that
+            are always in explain.
         noise_scale: standard deviation of the noise, in the unit of y; None: it is learned, under a half-Cauchy prior
-            whose scale is the standard deviation of y.
+            of that scale.
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000
@@ -65,14 +72,16 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     Attributes:
         pip_: P(z = 1 | y) of every feature, its inclusion probability, shape ``(p,)``; of every group with ``groups``.
+            It is 1 if a feature is always in.
         coef_: posterior means of the coefficients, shape ``(p,)``, the dummies of a categorical column side by side;
             closed gates count as 0.
         coef_sd_: posterior standard deviations of the coefficients, shape ``(p,)``.
         intercept_: posterior mean of the intercept; 0 without one.
         noise_scale_: posterior mean of the standard deviation of the noise, in the unit of y.
         slab_scale_: posterior mean of the slab scale, for standardised features if these are standardised.
-        rate_: posterior mean of the rate.
-        log_evidence_: log p(y) in nats, or its estimate; with an intercept, that of y without its mean.
+        rate_: posterior mean of the rate; the rates where features have their own.
+        log_evidence_: log p(y) in nats, or its estimate; that of y without what an intercept and features with a flat
+            prior explain.
         credible_sets_: groups of correlated features, one of which has an effect with probability .95 or more.
         draws_: joint draws in the units of the data; ``sample`` returns them by name.
         method_: the method that was used.
@@ -95,8 +104,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
     def __init__(
         self,
         *,
-        rate: float | None = None,
+        rate: Rates = None,
         expected_size: float | None = None,
+        always_in_scale: float | None = None,
         slab_scale: float | None = None,
         noise_scale: float | None = None,
         standardize: bool = True,
@@ -109,6 +119,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         super().__init__(
             rate=rate,
             expected_size=expected_size,
+            always_in_scale=always_in_scale,
             slab_scale=slab_scale,
             standardize=standardize,
             fit_intercept=fit_intercept,

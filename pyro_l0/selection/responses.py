@@ -15,7 +15,7 @@ from sklearn.utils import Tags, assert_all_finite
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
-from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, SpikeSlabRegression
+from pyro_l0.selection.estimator import Array, RandomState, Rates, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
 from pyro_l0.selection.problem import Family
@@ -69,8 +69,9 @@ class SpikeSlabCox(SpikeSlabEstimator):
         self,
         *,
         ties: str = "efron",
-        rate: float | None = None,
+        rate: Rates = None,
         expected_size: float | None = None,
+        always_in_scale: float | None = None,
         slab_scale: float | None = None,
         standardize: bool = True,
         method: str = "auto",
@@ -81,6 +82,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
         super().__init__(
             rate=rate,
             expected_size=expected_size,
+            always_in_scale=always_in_scale,
             slab_scale=slab_scale,
             standardize=standardize,
             method=method,
@@ -480,8 +482,9 @@ class SpikeSlabRobust(SpikeSlabRegression):
         self,
         *,
         degrees_of_freedom: float | None = None,
-        rate: float | None = None,
+        rate: Rates = None,
         expected_size: float | None = None,
+        always_in_scale: float | None = None,
         slab_scale: float | None = None,
         standardize: bool = True,
         fit_intercept: bool = True,
@@ -493,6 +496,7 @@ class SpikeSlabRobust(SpikeSlabRegression):
         super().__init__(
             rate=rate,
             expected_size=expected_size,
+            always_in_scale=always_in_scale,
             slab_scale=slab_scale,
             standardize=standardize,
             fit_intercept=fit_intercept,

@@ -38,7 +38,7 @@ def data(kind, n=80, p=4, seed=0):
     if kind is SpikeSlabRobust:
         return x, 3.0 + eta + 0.7 * rng.standard_t(2.0, size=n)
     if kind is SpikeSlabBinomialRegressor:
-        return x, rng.binomial(1, expit(2 * eta)).astype(float)
+        return x, rng.binomial(1, expit(3 * eta)).astype(float)
     more = rng.gamma(8.0, 0.125, size=n) if kind is SpikeSlabNegativeBinomial else 1.0
     return x, rng.poisson(np.exp(0.5 + 0.5 * eta) * more).astype(float)
 

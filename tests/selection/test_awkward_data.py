@@ -155,7 +155,7 @@ def test_a_constant_y_needs_a_noise_scale():
     [
         (
             {"rate": 2},
-            "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0) or None. Got 2",
+            "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0], an array-like, an",
         ),
         ({"expected_size": 4}, "an expected_size between 0 and the number of features, 4, but got 4"),
         ({"rate": 0.1, "expected_size": 2}, "Expected a rate or an expected_size, but got both"),

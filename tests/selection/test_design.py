@@ -179,7 +179,7 @@ X, Y = data()
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rate": 1.0}, "a rate between 0 and 1, .* but got 1.0"),
+        ({"rate": 1.5}, "a rate between 0 and 1, .* but got 1.5"),
         ({"expected_size": 4}, "an expected_size between 0 and the number of features, 4, but got 4"),
         ({"rate": 0.1, "expected_size": 2}, "a rate or an expected_size, but got both"),
         ({"slab_scale": 0.0}, "slab_scale to lie between"),

@@ -49,9 +49,11 @@ class ExactChains(ABC):
     def __init__(self, problem: Problem, z: Tensor, log_slab: Tensor, generator: torch.Generator) -> None:
         x = problem.x
         self._problem, self._generator = problem, generator
-        self._switched = x.shape[1] * problem.outputs
-        self._x = torch.cat([x, x.new_ones(len(x), int(problem.intercept))], 1)
-        self._members, self._valid = open_positions(problem.switched(torch.eye(problem.gates, dtype=torch.bool)))
+        gated = x.shape[1] - problem.always
+        self._features, self._slabs = x.shape[1] * problem.outputs, gated * problem.outputs
+        self._x = torch.cat([x[:, :gated], problem.ungated], 1)
+        switched = problem.switched(torch.eye(problem.gates, dtype=torch.bool))[:, :gated]
+        self._members, self._valid = open_positions(switched)
         self._prior, likelihood = problem.prior.gates(), likelihood_of(problem)
         self._likelihood = likelihood.at(likelihood.theta.expand(len(z), -1))
         self._chains = torch.arange(len(z))
@@ -78,16 +80,16 @@ class ExactChains(ABC):
         z, log_slab, beta, mean, variance, theta = (part.flatten(0, 1) for part in others)
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)
-        outputs, switched = self._problem.outputs, self._switched
+        outputs, features = self._problem.outputs, self._features
         learned = {name: part.numpy() for name, part in self._likelihood.at(theta[which]).named().items()}
         noise = learned.pop("noise_scale", np.full(draws, math.nan))
         return SelectionPosterior.of(
             probs.mean((0, 1)),
-            (moments[0][:switched].view(-1, outputs), moments[1][:switched].view(-1, outputs)),
+            (moments[0][:features].view(-1, outputs), moments[1][:features].view(-1, outputs)),
             log_evidence,
             Draws(
-                csr_array(beta[which, :switched].numpy()),
-                pad(beta[which, switched:], (0, outputs))[:, :outputs].numpy(),
+                csr_array(beta[which, :features].numpy()),
+                pad(beta[which, features:], (0, outputs))[:, :outputs].numpy(),
                 log_slab[which].exp().numpy(),
                 noise,
                 self._problem.prior.draw_rate(z[which], self._generator),
@@ -178,12 +180,12 @@ class AugmentedChains(ExactChains):
         eye = torch.eye(len(on[0])).to(matrix)
 
         def at(log_slab: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            own = matrix.new_full(on.shape, prior.intercept_scale**-2)
-            own[:, : self._switched] = (-2 * log_slab).exp()[:, None]
+            slabs = (-2 * log_slab)[:, None].exp().expand(-1, self._slabs)
+            own = torch.cat([slabs, self._problem.ungated_precision.expand(len(on), -1)], 1)
             precision = matrix + torch.diag_embed(own)
             root = torch.linalg.cholesky(torch.where(on[:, :, None] & on[:, None, :], precision, eye))
             white = torch.linalg.solve_triangular(root, (self._linear * on)[:, :, None], upper=False)
-            log_det = root.diagonal(dim1=1, dim2=2).log().sum(1) + on[:, : self._switched].sum(1) * log_slab
+            log_det = root.diagonal(dim1=1, dim2=2).log().sum(1) + on[:, : self._slabs].sum(1) * log_slab
             return precision, root, 0.5 * white.square().sum((1, 2)) - log_det + prior.log_slab(log_slab)
 
         precision, root, density = at(self.log_slab)
@@ -240,7 +242,7 @@ class AugmentedChains(ExactChains):
         """Log odds of every gate given the others, the slab scale and the Polya-Gamma variables."""
         sign = 1.0 - 2.0 * z.double()
         if self._problem.gate_of is None:
-            corner, last = swept.diagonal(dim1=1, dim2=2)[:, : self._switched], swept[:, : self._switched, -1]
+            corner, last = swept.diagonal(dim1=1, dim2=2)[:, : self._slabs], swept[:, : self._slabs, -1]
             quadratic, log_det = last.square() / corner, corner.abs().log()
         else:
             both = self._valid[:, :, None] & self._valid[:, None, :]
@@ -384,8 +386,9 @@ class JumpingChains(ExactChains):
     def _coefficients(self, features: Tensor, valid: Tensor) -> _Open:
         index = (features[:, :, None] * len(self._outputs) + self._outputs).flatten(1)
         valid = valid.repeat_interleave(len(self._outputs), 1)
-        of_slab = (-2 * self.log_slab).exp()[:, None]
-        precision = torch.where(index < self._switched, of_slab, self._problem.prior.intercept_scale**-2)
+        slabs = (-2 * self.log_slab)[:, None].exp().expand(-1, self._slabs)
+        own = self._problem.ungated_precision.repeat_interleave(len(self._outputs))
+        precision = torch.cat([slabs, own.expand(len(slabs), -1)], 1).gather(1, index)
         matrix = self._quadratic.blocks(index) + torch.diag_embed(precision)
         both = valid[:, :, None] & valid[:, None, :]
         curvature = torch.where(both, matrix, torch.eye(index.shape[1]).to(matrix))
@@ -465,8 +468,9 @@ class JumpingChains(ExactChains):
 
     def _move_slab(self) -> None:
         """By itself, and with all coefficients, against a funnel."""
-        prior, count = self._problem.prior, self._problem.switched(self.z).sum(1) * len(self._outputs)
-        square = self.beta[:, : self._switched].square().sum(1)
+        prior, own = self._problem.prior, self._problem.switched(self.z).sum(1) - self._problem.always
+        count = own * len(self._outputs)
+        square = self.beta[:, : self._slabs].square().sum(1)
 
         def density(log_slab: Tensor) -> Tensor:
             return prior.log_slab(log_slab) - count * log_slab - 0.5 * square * (-2 * log_slab).exp()
@@ -476,7 +480,7 @@ class JumpingChains(ExactChains):
         self.log_slab = torch.where(taken, moved, self.log_slab)
         stretched = self.log_slab + _STRETCH * self._normal()
         beta = self.beta.clone()
-        beta[:, : self._switched] *= (stretched - self.log_slab).exp()[:, None]
+        beta[:, : self._slabs] *= (stretched - self.log_slab).exp()[:, None]
         change = prior.log_slab(stretched) - prior.log_slab(self.log_slab)
         self._take(beta, self._predictors(beta), stretched, lambda value: value - self._value + change)
 

@@ -310,11 +310,9 @@ class LaplaceEvidence(GridEvidence[Batch]):
             yield mode
 
     def _precision(self, log_slab: Tensor, k: int) -> Tensor:
-        """Of the priors of k features and of the intercept, for each slab scale."""
-        intercept = self.problem.prior.intercept_scale**-2
-        precision = log_slab.new_full((len(log_slab), k + self.problem.intercept), intercept)
-        precision[:, :k] = (-2 * log_slab[:, None]).exp()
-        return precision
+        """Of the priors of k features, some of them always in, and of the intercept, for each slab scale."""
+        slabs = (-2 * log_slab[:, None]).exp().expand(-1, k - self.problem.always)
+        return torch.cat([slabs, self.problem.ungated_precision.expand(len(log_slab), -1)], 1)
 
     def _entries(self, k: int) -> int:
         """Numbers in the largest array of a gate vector with k open gates."""

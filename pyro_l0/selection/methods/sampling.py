@@ -121,16 +121,17 @@ def _log_mixture(z: Tensor, logits: Tensor, anchors: Tensor, far: Tensor) -> Ten
 def null_predictor(problem: Problem) -> Tensor:
     """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more per outcome.
 
-    Beside an offset, they are those of the mode instead.
+    Beside an offset, and with features that are always in, they are those of the mode instead.
     """
     y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
     weight = torch.ones_like(y) if problem.weight is None else problem.weight
+    columns = problem.ungated
+    if problem.always or (problem.offset is not None and problem.intercept):
+        start = zero.new_zeros(1, columns.shape[1], problem.outputs)
+        mode = find_mode(likelihood_of(problem), columns.T[None], problem.ungated_precision[None], start)
+        return columns @ mode.coefficients[0]
     if not problem.intercept:
         return zero
-    if problem.offset is not None:
-        precision = zero.new_full((1, 1), problem.prior.intercept_scale**-2)
-        mode = find_mode(likelihood_of(problem), zero.new_ones(1, 1, len(y)), precision, zero[None, :1])
-        return zero + mode.coefficients[0]
     if problem.family == "student":  # whose median is zero
         return zero
     n, total = weight.sum(), (weight * y).sum()
@@ -145,37 +146,36 @@ def null_predictor(problem: Problem) -> Tensor:
 def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor], Tensor]]:
     """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``.
 
-    That is a quadratic of the coefficients, the K of a feature side by side, up to a constant. The second result gives
-    the mean of the intercepts at some coefficients: shape ``(S, p K)`` to ``(S, K)``.
+    That is a quadratic of the coefficients of gated features, the K of each side by side, up to a constant. The second
+    result gives the mean of the u coefficients without a gate at some others: shape ``(S, p K)`` to ``(S, u, K)``.
     """
-    x, outputs = problem.x, problem.outputs
+    ungated = problem.ungated
+    x = torch.cat([problem.x[:, : problem.x.shape[1] - problem.always], ungated], 1)
     slope, curvature = (part[0] for part in likelihood_of(problem).fitted(eta[None]).derivatives(eta[None]))
-    root, design = weighted_design(curvature, x)
+    design = weighted_design(curvature, x)[1]
     residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
-    linear = (x.T @ residual).flatten()
-    # The mean of the intercepts where all coefficients are zero, and by how much it falls with each coefficient.
-    intercept, falls = x.new_zeros(outputs), x.new_zeros(outputs, design.shape[1])
-    if problem.intercept:
-        columns = root.mT.reshape(-1, outputs)  # J
-        precision = problem.prior.intercept_scale**-2
-        inverse = torch.linalg.inv(columns.T @ columns + precision * torch.eye(outputs).to(x))
-        intercept = inverse @ residual.sum(0)
-        crossed = columns.T @ design
-        linear = linear - crossed.T @ intercept
-        falls = inverse @ crossed
-        # (I - U t U')^2 = I - J (J'J + s^-2)^-1 J' for the left singular vectors U of J.
-        left, sizes, _ = torch.linalg.svd(columns, full_matrices=False)
-        shrunk = 1 - (precision / (sizes.square() + precision)).sqrt()
-        design = design - (left * shrunk) @ (left.T @ design)
-
-    return quadratic_of(design.T, linear), lambda beta: intercept - beta @ falls.T
+    width = ungated.shape[1] * problem.outputs
+    sizes = [design.shape[1] - width, width]
+    linear, own = (x.T @ residual).flatten().split(sizes)
+    design, columns = design.split(sizes, 1)  # the second is J
+    # The mean where all other coefficients are zero, and by how much it falls with each of these.
+    precision = problem.ungated_precision.repeat_interleave(problem.outputs)
+    inverse = torch.linalg.inv(columns.T @ columns + precision.diag())
+    mean, crossed = inverse @ own, columns.T @ design
+    falls = inverse @ crossed
+    # (I - U t U')^2 = I - J (J'J + S^-2)^-1 J' for the left singular vectors U of J S.
+    left, values, _ = torch.linalg.svd(columns / precision.sqrt(), full_matrices=False)
+    design = design - (left * (1 - (1 + values.square()).rsqrt())) @ (left.T @ design)
+    quadratic = quadratic_of(design.T, linear - crossed.T @ mean)
+    return quadratic, lambda beta: (mean - beta @ falls.T).view(len(beta), -1, problem.outputs)
 
 
 def gate_of(problem: Problem) -> Tensor | None:
     """Which gate switches each coefficient, shape ``(p K,)``; None where each has its own."""
     if problem.outputs == 1:
         return problem.gate_of
-    return problem.switched(torch.arange(problem.gates)).repeat_interleave(problem.outputs)
+    every = torch.arange(problem.gates) if problem.gate_of is None else problem.gate_of
+    return every.repeat_interleave(problem.outputs)
 
 
 _MEAN = 500  # draws that the mean linear predictor is taken from
@@ -270,8 +270,8 @@ class _Walk(ScaleWalk):
 
     def __init__(self, problem: Problem, eta: Tensor, effort: Effort) -> None:
         prior = problem.prior
-        self._outputs = problem.outputs
-        quadratic, self._intercept = expanded(problem, eta)
+        self._outputs, self._always = problem.outputs, problem.always
+        quadratic, self._ungated = expanded(problem, eta)
         slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
         super().__init__(
             quadratic,
@@ -286,7 +286,9 @@ class _Walk(ScaleWalk):
     def means(self, z: Tensor, log_slab: Tensor) -> tuple[Tensor, Tensor]:
         """Of coefficients and intercepts given the gates and log slab scales, shapes ``(S, p, K)`` and ``(S, K)``."""
         beta = self.collapsed(torch.stack([torch.zeros_like(log_slab), log_slab], 1)).mean(z)
-        return beta.view(len(z), -1, self._outputs), self._intercept(beta)
+        ungated = self._ungated(beta)
+        features = torch.cat([beta.view(len(z), -1, self._outputs), ungated[:, : self._always]], 1)
+        return features, ungated[:, self._always :].sum(1)  # none are zero
 
 
 def _log_marginal(walk: ScaleWalk, prior: Prior, run: GibbsRun) -> Callable[[Tensor], Tensor]:

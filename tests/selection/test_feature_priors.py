@@ -1,0 +1,389 @@
+"""Rates of one's own and features that are always in, against sums over all gates that share no code with ours."""
+
+import itertools
+import re
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import special, stats
+from scipy.sparse import csr_array
+
+from pyro_l0.selection import (
+    SpikeSlabBinomialRegressor,
+    SpikeSlabClassifier,
+    SpikeSlabPoissonRegressor,
+    SpikeSlabRegressor,
+)
+from pyro_l0.selection.design import make_design
+from pyro_l0.selection.methods import exact_chains
+from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
+from tests.maths.spike_and_slab import seeded
+
+NOISE, SLAB = 0.8, 0.6
+KNOWN = {"noise_scale": NOISE, "slab_scale": SLAB, "standardize": False, "random_state": 0}
+RATES = [0.3, 1.0, 0.7, 0.1, 1.0]
+
+
+def numbers(n=24, seed=0):
+    """Five correlated features of which the second and the last are confounders."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 5)) + 0.6 * rng.normal(size=(n, 1)) + [3, -2, 0, 1, 5]
+    return x, 2 + 0.4 * x[:, 0] + 1.5 * x[:, 1] - 0.4 * x[:, 2] + x[:, 4] + NOISE * rng.normal(size=n)
+
+
+def normal_by_covariances(x, y, rates, scale, gate_of=None):
+    """Inclusion probabilities, means and deviations of the coefficients, and the log evidence.
+
+    The evidence of gates is the density of the part of y that is orthogonal to all columns with flat priors.
+    """
+    gate_of = np.arange(x.shape[1]) if gate_of is None else np.array(gate_of)
+    rates, n = np.array(rates), len(y)
+    is_in = rates[gate_of] == 1
+    flat = np.hstack([np.ones((n, 1)), x[:, is_in & (scale is None)]])
+    rest = np.linalg.svd(flat)[0][:, np.linalg.matrix_rank(flat) :]
+    variances = np.where(is_in, np.inf if scale is None else (scale * NOISE) ** 2, SLAB**2)
+    centred = x - x.mean(0)
+    rows = []
+    for z in itertools.product([0, 1], repeat=len(rates)):
+        on = np.array(z, dtype=bool)[gate_of]
+        if (is_in & ~on).any():
+            continue
+        seen = rest.T @ x[:, on & np.isfinite(variances)]
+        spread = (seen * variances[on & np.isfinite(variances)]) @ seen.T
+        log = stats.multivariate_normal.logpdf(rest.T @ y, cov=NOISE**2 * np.eye(rest.shape[1]) + spread)
+        log += sum(np.log(r if k else 1 - r) for r, k in zip(rates, z, strict=True) if r < 1)
+        mean, variance = np.zeros((2, x.shape[1]))
+        covariance = np.linalg.inv(centred[:, on].T @ centred[:, on] / NOISE**2 + np.diag(1 / variances[on]))
+        mean[on], variance[on] = covariance @ centred[:, on].T @ y / NOISE**2, covariance.diagonal()
+        rows.append((log, z, mean, variance))
+    log, z, mean, variance = map(np.array, zip(*rows, strict=True))
+    probs = special.softmax(log)
+    total = probs @ mean
+    return probs @ z, total, np.sqrt(probs @ (variance + mean**2) - total**2), special.logsumexp(log)
+
+
+@pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("groups", [None, [0, 1, 2, 2, 1]])
+def test_normal_observations(method, scale, groups):
+    """Rates of each feature or group, and two features that are always in; the evidence, too."""
+    x, y = numbers()
+    rates = RATES if groups is None else [0.3, 1.0, 0.6]
+    pips, mean, sd, log_evidence = normal_by_covariances(x, y, rates, scale, groups)
+    model = SpikeSlabRegressor(rate=rates, method=method, groups=groups, always_in_scale=scale, **KNOWN).fit(x, y)
+    atol = 1e-6 if method == "enumerate" else 0.02
+    assert ((pips > 0.05) & (pips < 0.95)).any()
+    np.testing.assert_allclose(model.pip_, pips, atol=atol)
+    np.testing.assert_allclose(model.coef_, mean, atol=max(atol, 1e-5))
+    np.testing.assert_allclose(model.coef_sd_, sd, rtol=0.04)
+    assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-6 if method == "enumerate" else 0.05)
+    drawn = model.sample(2000)
+    assert (np.abs(drawn["coef"].mean(0) - mean) < 5 * sd / np.sqrt(2000)).all()
+    np.testing.assert_allclose(drawn["coef"].std(0), sd, rtol=0.15)
+    residual = y - drawn["coef"] @ x.T
+    error = drawn["intercept"] - residual.mean(1)
+    assert error.std() == pytest.approx(NOISE / np.sqrt(len(y)), rel=0.1)
+    assert model.intercept_ == pytest.approx((y - x @ mean).mean(), abs=max(atol, 1e-4))
+
+
+def test_unknown_scales():
+    """Of noise and slabs, by sums over a grid; their units are of what a flat confounder leaves of y."""
+    x, y = numbers(16)
+    x, y = x[:, :3], y - x[:, 4]
+    taken = np.stack([np.ones(16), x[:, 1]], 1)
+    rest = np.linalg.svd(taken)[0][:, 2:]
+    y_left, x_left = rest.T @ y, rest.T @ x
+    unit = np.sqrt((y_left**2).sum() / 16)
+    width = np.sqrt(x[:, [0, 2]].var(0).mean())
+    noise, slab = np.exp(np.linspace(-7, 4, 100)) * unit, np.exp(np.linspace(-9, 2, 100)) * unit / width
+    prior = stats.halfcauchy.logpdf(noise / unit) + np.log(noise / unit)
+    prior = prior[:, None] + stats.halfnorm.logpdf(slab * width / unit) + np.log(slab * width / unit)
+    log = []
+    for z in itertools.product([0, 1], repeat=2):
+        values, vectors = np.linalg.eigh(x_left[:, [0, 2]] @ np.diag(z) @ x_left[:, [0, 2]].T)
+        variance = noise[:, None, None] ** 2 + slab[:, None] ** 2 * values
+        density = stats.norm.logpdf(vectors.T @ y_left, scale=np.sqrt(variance)).sum(2)
+        log.append(special.logsumexp(density + prior) + np.log([0.8, 0.2][z[0]] * [0.6, 0.4][z[1]]))
+    probs = special.softmax(log)
+    model = SpikeSlabRegressor(rate={0: 0.2, 1: 1, 2: 0.4}, standardize=False, random_state=0).fit(x, y)
+    np.testing.assert_allclose(model.pip_, [probs[2] + probs[3], 1, probs[1] + probs[3]], atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"fit_intercept": False}, {"groups": [0, 1, 2, 2, 1]}], ids=str)
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_sparse_features_and_weights(scale, options):
+    """The posterior is that of dense features, and of repeated rows."""
+    x, y = numbers()
+    x = x * (np.random.default_rng(1).random(x.shape) < 0.6)
+    rate = RATES[:3] if "groups" in options else RATES
+    options = {**options, "rate": rate, "always_in_scale": scale, "random_state": 0}
+    weight = np.arange(24) % 3
+    dense, sparse = (SpikeSlabRegressor(**options).fit(a, y, weight) for a in (x, csr_array(x)))
+    repeated = SpikeSlabRegressor(**options).fit(x.repeat(weight, 0), y.repeat(weight))
+    for other in (sparse, repeated):
+        for name in ("pip_", "coef_", "intercept_", "log_evidence_", "noise_scale_"):
+            np.testing.assert_allclose(getattr(other, name), getattr(dense, name), rtol=1e-7, atol=1e-8)
+        np.testing.assert_allclose(other.coef_sd_, dense.coef_sd_, rtol=0.05)
+    np.testing.assert_allclose(sparse.predict(csr_array(x)), dense.predict(x), rtol=1e-7)
+
+
+def test_moments():
+    """Have the posterior of the data."""
+    x, y = numbers()
+    options = {"rate": RATES, "random_state": 0}
+    found = SpikeSlabRegressor(**options).fit(x, y)
+    x, y = x - x.mean(0), y - y.mean()
+    moments = SpikeSlabRegressor.from_moments(x.T @ x, x.T @ y, y @ y, 24, **options)
+    np.testing.assert_allclose(moments.pip_, found.pip_, atol=1e-6)
+    np.testing.assert_allclose(moments.coef_, found.coef_, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_wide_sparse_design(monkeypatch):
+    """Whose products are taken when they are needed, in parts."""
+    monkeypatch.setattr("pyro_l0.maths.second_order._DENSE", 3)
+    x, y = numbers(60)
+    options = {"rate": RATES, "method": "tempered", **KNOWN}
+    dense, sparse = (SpikeSlabRegressor(**options).fit(a, y) for a in (x, csr_array(x)))
+    np.testing.assert_allclose(sparse.pip_, normal_by_covariances(x, y, RATES, None)[0], atol=0.02)
+    np.testing.assert_allclose(sparse.coef_, dense.coef_, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", [SpikeSlabRegressor, SpikeSlabPoissonRegressor])
+def test_flat_is_the_limit_of_wide(kind):
+    """Where noise is known; a very wide prior is nearly that of the intercept of counts."""
+    x, y = numbers(40)
+    y = y if kind is SpikeSlabRegressor else np.round(np.exp(0.15 * (y - y.mean())))
+    options = {"rate": {0: 0.3, 1: 1, 2: 0.4, 3: 0.2, 4: 1}, "random_state": 0, "slab_scale": 0.5}
+    options |= {"noise_scale": NOISE} if kind is SpikeSlabRegressor else {}
+    flat, wide = (kind(always_in_scale=s, **options).fit(x, y) for s in (None, 1e3))
+    atol = 1e-4 if kind is SpikeSlabRegressor else 0.01
+    np.testing.assert_allclose(flat.pip_, wide.pip_, atol=atol)
+    np.testing.assert_allclose(flat.coef_, wide.coef_, atol=atol)
+
+
+def test_a_category_that_is_always_in():
+    """Its effects sum to zero, as they are the smallest; differences are those of least squares on dummies."""
+    rng = np.random.default_rng(2)
+    frame = pd.DataFrame({"a": rng.normal(size=60), "city": pd.Categorical(rng.choice(list("xyz"), 60))})
+    y = frame["a"] + frame["city"].map({"x": 0.0, "y": 3.0, "z": -1.0}).astype(float) + rng.normal(size=60)
+    model, wide = (
+        SpikeSlabRegressor(rate={"city": 1.0}, always_in_scale=s, noise_scale=1.0, random_state=0).fit(frame, y)
+        for s in (None, 1e3)
+    )
+    assert model.pip_[1] == 1.0
+    assert model.coef_[1:].sum() == pytest.approx(0.0, abs=1e-9)
+    np.testing.assert_allclose(model.coef_, wide.coef_, atol=1e-4)
+    assert model.pip_[0] == pytest.approx(wide.pip_[0], abs=1e-4)
+    assert model.summary().index.tolist() == ["a", "city[x]", "city[y]", "city[z]"]
+    dummies = np.column_stack([frame["a"], *(frame["city"] == c for c in "xyz")])
+    expected = np.linalg.lstsq(dummies, y, rcond=None)[0]
+    assert model.coef_[2] - model.coef_[1] == pytest.approx(expected[2] - expected[1], abs=0.05)
+
+
+# Other families
+
+
+@cache
+def by_quadrature(kind, rate=0.4, slab=0.7, always=2.0):
+    """P(z = 1) of the first feature, the mean effect of the second, which is always in, and log p(y)."""
+    x, y = confounded(kind)
+    x, grid = x - x.mean(0), np.linspace(-4, 4, 49)
+    a, b, c = np.meshgrid(grid, grid, grid, indexing="ij")
+    eta = np.stack([a, b, c], 3) @ np.stack([np.ones(40), *x.T])
+    if kind is SpikeSlabPoissonRegressor:
+        log = eta @ y - np.exp(eta).sum(3) - special.gammaln(y + 1).sum()
+    else:
+        log = eta @ y - np.logaddexp(0, eta).sum(3)
+    step = np.log(8 / 48)
+    log = log + stats.norm.logpdf(a, scale=10) + stats.norm.logpdf(c, scale=always) + 2 * step
+    closed = log[:, 24] + np.log1p(-rate)
+    opened = log + stats.norm.logpdf(b, scale=slab) + step + np.log(rate)
+    total = np.logaddexp(special.logsumexp(closed), special.logsumexp(opened))
+    mean = (np.exp(closed - total) * c[:, 24]).sum() + (np.exp(opened - total) * c).sum()
+    return np.exp(special.logsumexp(opened) - total), mean, total
+
+
+def confounded(kind, n=40, seed=1):
+    """The second feature, which resembles the first, has an effect, and the first one hardly any."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 2))
+    x[:, 0] += x[:, 1]
+    eta = 0.3 * x[:, 0] + 0.9 * x[:, 1]
+    y = rng.poisson(np.exp(0.5 * eta)) if kind is SpikeSlabPoissonRegressor else rng.random(n) < special.expit(eta)
+    return x, np.asarray(y, dtype=np.float64)
+
+
+FAMILIES = [SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabBinomialRegressor]
+
+
+@pytest.mark.parametrize("method", ["enumerate", "tempered"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_other_families(kind, method):
+    """Beside the intercept, by Laplace's approximation, and by chains that start from it."""
+    x, y = confounded(kind)
+    pip, mean, log_evidence = by_quadrature(kind)
+    options = {"slab_scale": 0.7, "standardize": False, "method": method, "random_state": 0}
+    model = kind(rate=[0.4, 1.0], always_in_scale=2.0, **options).fit(x, y)
+    assert 0.1 < pip < 0.9
+    np.testing.assert_allclose(model.pip_, [pip, 1.0], atol=0.02)
+    coef, sd = (np.ravel(part)[1] for part in (model.coef_, model.coef_sd_))
+    assert coef == pytest.approx(mean, abs=0.1 * sd)
+    assert model.log_evidence_ == pytest.approx(log_evidence, abs=0.05)
+    assert (np.ravel(model.sample(500)["coef"][..., 1]) != 0).all()
+    assert abs(kind(rate=0.4, **options).fit(x[:, :1], y).pip_[0] - pip) > 0.1
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "poisson"])
+@torch.no_grad()
+def test_exact_chains(family, monkeypatch):
+    """Of both kinds, from closed gates, against quadrature; five standard errors."""
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
+    kind = {"bernoulli": SpikeSlabClassifier, "poisson": SpikeSlabPoissonRegressor}[family]
+    x, y = confounded(kind)
+    known = {"slab_scale": 0.7, "always_in_scale": 2.0, "standardize": False}
+    design = make_design(x, y, family, rate=np.array([0.4, 1.0]), **known)
+    z, log_slab = torch.zeros(64, 1, dtype=torch.bool), torch.full((64,), np.log(0.7), dtype=torch.float64)
+    if family == "bernoulli":
+        chains = AugmentedChains(design.problem, z, log_slab, seeded(1))
+    else:
+        beta, often = torch.zeros(64, 3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        chains = JumpingChains(design.problem, z, log_slab, beta, often, seeded(1))
+    found = design.posterior(chains.posterior(0.0, 1000, 0.0), 0)
+    pip, mean, _ = by_quadrature(kind)
+    assert found.standard_error[0] < 0.03
+    assert abs(found.active_probs[0] - pip) < 5 * found.standard_error[0] + 1e-3
+    assert found.mean[1, 0] == pytest.approx(mean, abs=0.15 * found.sd[1, 0])
+
+
+@pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
+def test_three_classes(method, monkeypatch):
+    """Whose feature that is always in has a coefficient for each: a very wide slab of a rate near 1 is the same."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(80, 2))
+    y = np.digitize(x[:, 1] + 0.4 * x[:, 0] + rng.logistic(size=80), [-1, 1])
+    options = {"slab_scale": 1.5, "random_state": 0, "method": method}
+    model = SpikeSlabClassifier(rate=[0.2, 1.0], always_in_scale=1.5, **options).fit(x, y)
+    near = SpikeSlabClassifier(rate=[0.2, 1 - 1e-9], **options).fit(x, y)
+    np.testing.assert_allclose(model.pip_, near.pip_, atol=1e-6 if method == "enumerate" else 0.02)
+    np.testing.assert_allclose(model.coef_, near.coef_, atol=1e-6 if method == "enumerate" else 0.05)
+    assert model.pip_[1] == 1.0
+    np.testing.assert_allclose(model.predict_proba(x), near.predict_proba(x), atol=0.03)
+
+
+def test_rates_of_their_own_in_chains():
+    """Many more features than can be enumerated: those of a tiny rate stay out, whatever the data say of the others."""
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(60, 30))
+    y = x[:, 0] + x[:, 2] + rng.normal(size=60)
+    rate = np.where(np.arange(30) % 2, 1e-6, 0.3)
+    model = SpikeSlabRegressor(rate=rate, method="tempered", random_state=0).fit(x, y)
+    assert model.pip_[1::2].max() < 0.01
+    assert model.pip_[[0, 2]].min() > 0.5
+
+
+# What the estimators make of it
+
+
+@pytest.mark.parametrize("kind", [SpikeSlabRegressor, SpikeSlabPoissonRegressor])
+def test_all_features_always_in(kind):
+    """A plain Bayesian regression: that of least squares and its covariance, where noise is known."""
+    x, y = numbers(40)
+    if kind is SpikeSlabPoissonRegressor:
+        x, y = confounded(kind)
+        model = kind(rate=1, always_in_scale=2.0, random_state=0, standardize=False).fit(x, y)
+        expected = by_quadrature(kind, rate=1 - 1e-12, slab=2.0)
+        assert model.coef_[1] == pytest.approx(expected[1], abs=0.05 * model.coef_sd_[1])
+        assert model.log_evidence_ == pytest.approx(expected[2], abs=0.05)
+    else:
+        model = kind(rate=1.0, noise_scale=NOISE, random_state=0).fit(x, y)
+        centred = x - x.mean(0)
+        np.testing.assert_allclose(model.coef_, np.linalg.lstsq(centred, y - y.mean(), rcond=None)[0], rtol=1e-8)
+        expected = NOISE * np.sqrt(np.linalg.inv(centred.T @ centred).diagonal())
+        np.testing.assert_allclose(model.coef_sd_, expected, rtol=1e-8)
+    assert (model.pip_ == 1).all()
+    assert model.rate_ == 1
+    assert "rate" not in model.sample(3)
+    assert model.credible_sets_ == []
+
+
+def test_more_confounders_than_observations():
+    """Work with a prior, and are refused without."""
+    x, y = numbers(4)
+    options = {"rate": 1.0, "noise_scale": NOISE, "standardize": False, "random_state": 0}
+    model = SpikeSlabRegressor(always_in_scale=0.7, **options).fit(x, y)
+    _, mean, sd, log_evidence = normal_by_covariances(x, y, np.ones(5), 0.7)
+    np.testing.assert_allclose(model.coef_, mean, atol=1e-8)
+    np.testing.assert_allclose(model.coef_sd_, sd, rtol=1e-6)
+    assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-4)  # the slab scale has a grid
+    with pytest.raises(ValueError, match=r"take 4 of 4; set always_in_scale"):
+        SpikeSlabRegressor(**options).fit(x, y)
+
+
+def test_forms_of_rates():
+    """Dicts and series by names or positions, arrays and lists; missing ones of a dict are learned beside ones."""
+    x, y = numbers()
+    frame = pd.DataFrame(x, columns=list("abcde"))
+    named = dict(zip("abcde", RATES, strict=True))
+    rates = [RATES, np.array(RATES), named, pd.Series(named)[list("edcba")], dict(enumerate(RATES)), pd.Series(RATES)]
+    models = [SpikeSlabRegressor(rate=rate, **KNOWN).fit(frame, y) for rate in rates]
+    for model in models:
+        np.testing.assert_array_equal(model.pip_, models[0].pip_)
+        np.testing.assert_array_equal(model.rate_, RATES)
+    learned = SpikeSlabRegressor(rate={"b": 1, 4: 1}, **KNOWN).fit(frame, y)
+    by_size = SpikeSlabRegressor(rate={"b": 1, "e": 1}, expected_size=1.2, **KNOWN).fit(frame, y)
+    given = SpikeSlabRegressor(rate=[0.4, 1, 0.4, 0.4, 1], **KNOWN).fit(frame, y)
+    np.testing.assert_allclose(by_size.pip_, given.pip_, atol=1e-12)
+    assert by_size.rate_ == pytest.approx(0.4)
+    assert 0 < learned.rate_ < 1
+    # A Beta(1, sqrt 3) rate is an average over given ones.
+    t = (np.arange(40) + 0.5) / 40
+    parts = [SpikeSlabRegressor(rate=[r, 1, r, r, 1], **KNOWN).fit(frame, y) for r in t]
+    weight = special.softmax([m.log_evidence_ for m in parts] + stats.beta.logpdf(t, 1, np.sqrt(3)))
+    np.testing.assert_allclose(learned.pip_, weight @ [m.pip_ for m in parts], atol=2e-3)
+
+
+def test_what_is_always_in_is_selected():
+    """In summary, intervals and support, beside the others, and in no credible set."""
+    x, y = numbers(60)
+    y = y + 2 * x[:, 0]
+    frame = pd.DataFrame(x, columns=list("abcde"))
+    model = SpikeSlabRegressor(rate={"b": 1, "e": 1}, random_state=0).fit(frame, y)
+    chosen = model.select()
+    assert {0, 1, 4} <= set(chosen)
+    assert model.get_feature_names_out().tolist() == list(frame.columns[chosen])
+    assert model.summary()["PIP"].tolist() == model.pip_.tolist()
+    assert model.pip_[[1, 4]].tolist() == [1.0, 1.0]
+    assert not {1, 4} & {j for found in model.credible_sets_ for j in found.features}
+    assert (model.interval(0.9)[[1, 4]] > 0).all()
+    assert model.to_arviz().posterior["z"].values[..., [1, 4]].all()
+    # Of the others the mean of 1 - PIP counts alone.
+    model.pip_, model.credible_sets_ = np.array([0.8, 1.0, 0.0, 0.0, 1.0]), []
+    assert model.select(0.1).tolist() == [1, 4]
+    assert model.select(0.2).tolist() == [0, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rate": [0.1, 0.2]}, "Expected rates above 0 and up to 1 of 5 features, but got [0.1, 0.2]"),
+        ({"rate": [0.1, 0.2, 0, 0.1, 0.1]}, "1 is for features that are always in"),
+        ({"rate": [0.1, 0.2, 1.1, 0.1, 0.1]}, "1 is for features that are always in"),
+        ({"rate": [0.1, 0.2, np.nan, 0.1, 0.1]}, "1 is for features that are always in"),
+        ({"rate": {0: -0.5}}, "1 is for features that are always in"),
+        ({"rate": {"age": 1}}, "Expected rates by names or positions of features, but got 'age'; there are 5."),
+        ({"rate": {5: 1}, "groups": [0, 1, 2, 2, 1]}, "names or positions of groups, but got 5; there are 3."),
+        ({"rate": RATES, "groups": [0, 1, 2, 2, 1]}, "Expected rates above 0 and up to 1 of 3 groups"),
+        ({"rate": {0: 0.5, 1: 1}}, "Expected a rate for each feature, or none but rates of 1"),
+        ({"rate": RATES, "expected_size": 2}, "Expected a rate or an expected_size, but got both"),
+        ({"always_in_scale": 1.0}, "Expected no always_in_scale, as no feature has a rate of 1, but got 1.0"),
+        ({"rate": 0.5, "always_in_scale": 1.0}, "Expected no always_in_scale"),
+        ({"rate": 1, "always_in_scale": 0.0}, "'always_in_scale' parameter of SpikeSlabRegressor must be"),
+    ],
+)
+def test_wrong_rates(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpikeSlabRegressor(**options).fit(*numbers())
