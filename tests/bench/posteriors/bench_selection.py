@@ -5,15 +5,12 @@ deviation of the noise, which is estimated. Ours is SpikeSlabRegressor as it com
 is its default, or the features with a PIP above .5, the median probability model. abess chooses its support size by
 EBIC. Every line: means over the seeds of F1 and of the share of the selected that is false, and
 seconds of one fit on one core. --seeds N takes so many seeds (100), --first those from that on, --design part of a
-name, --quick ten seeds of the first design. --wide instead takes designs of 10,000 features with 500 observations and
-of 100,000 with 1,000, with ten effects each, through our estimator with two seeds: seconds, peak memory, the selected,
-and how far the inclusion probabilities of the two seeds lie apart.
+name, --quick ten seeds of the first design. bench_rivals.py has more tools, bench_wide.py more features.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,10 +59,6 @@ DESIGNS = (
 )
 
 
-TEN = (1.0, -0.9, 0.8, -0.7, 0.6, -0.5, 0.45, -0.4, 0.35, -0.3)
-WIDE = (Published("p = 10,000", 500, 10_000, TEN), Published("p = 100,000", 1000, 100_000, TEN))
-
-
 def ours(x: Array, y: Array, seed: int) -> Selections:
     model = SpikeSlabRegressor(random_state=seed).fit(x, y)
     found = {f"ours, {level}": model.select(level) for level in LEVELS}
@@ -81,37 +74,13 @@ def abess(x: Array, y: Array, seed: int) -> Selections:
 METHODS: tuple[Method, ...] = (ours, abess)
 
 
-def wide(design: Published) -> None:
-    """Seconds and memory of a large design, and the agreement of two seeds."""
-    x, y = design.drawn(0)
-    found = []
-    for seed in (1, 2):
-        start = time.process_time()
-        model = SpikeSlabRegressor(random_state=seed).fit(x, y)
-        seconds = time.process_time() - start
-        gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(
-            f"{design.name}: seed {seed}  {seconds:.1f} s  peak {gigabytes:.2f} GB  "
-            f"log evidence {model.log_evidence_:.2f}  selected {model.select().tolist()}",
-            flush=True,
-        )
-        found.append(model.pip_)
-    apart = np.abs(found[0] - found[1])
-    print(f"{design.name}: inclusion probabilities apart by {apart.max():.3f} at most, {apart.sum():.3f} in sum")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--design", default="", help="part of a name")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--wide", action="store_true")
     options = parser.parse_args()
-    if options.wide:
-        for design in WIDE:
-            wide(design)
-        return
     designs, seeds = (DESIGNS[:1], 10) if options.quick else (DESIGNS, options.seeds)
     for design in designs:
         if options.design not in design.name:
