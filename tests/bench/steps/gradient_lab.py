@@ -6,7 +6,7 @@ Three tables on scikit-learn's digits:
    families of equal sharpness. The paper on mixtures states that they have less than the concrete; here is where they
    do.
 2. ``linear``: a logistic regression whose pixels have gates, two at a time so that the exact gradient of every family
-   is known (a sum over states and quadrature nodes), and ten at a time, where that of Bernoulli gates is.
+   is known (a sum over gate vectors and quadrature nodes), and ten at a time, where that of Bernoulli gates is.
 3. ``mlp``: a network with ten gated hidden units, half-trained, with the exact gradient of Bernoulli gates.
 
 Variances are those of the gradient for E[z], so that families with different parameters compare.

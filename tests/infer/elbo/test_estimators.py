@@ -1,4 +1,4 @@
-"""Gradient estimators of Bernoulli gates, against exact enumeration of every state."""
+"""Gradient estimators of Bernoulli gates, against exact enumeration of every gate vector."""
 
 import itertools
 import math
@@ -53,11 +53,11 @@ PRIOR = BernoulliGate(logits=torch.full((GATES,), -0.5, dtype=torch.float64))
 
 
 def exact(model, logits, lam=0.3):
-    """The loss and its gradients by a sum over 1,024 states."""
+    """The loss and its gradients by a sum over 1,024 gate vectors."""
     logits = logits.clone().requires_grad_()
-    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=GATES)), dtype=torch.float64)
-    log_q = torch.distributions.Bernoulli(logits=logits).log_prob(states).sum(-1)
-    nll = -dist.Normal((states * model.weight) @ X.T, 1.0).log_prob(Y).sum(-1)
+    vectors = torch.tensor(list(itertools.product((0.0, 1.0), repeat=GATES)), dtype=torch.float64)
+    log_q = torch.distributions.Bernoulli(logits=logits).log_prob(vectors).sum(-1)
+    nll = -dist.Normal((vectors * model.weight) @ X.T, 1.0).log_prob(Y).sum(-1)
     price = lam * torch.sigmoid(logits).sum()
     loss = (log_q.exp() * nll).sum() + price + kl_divergence(BernoulliGate(logits=logits), PRIOR).sum()
     return loss.detach(), torch.autograd.grad(loss, [logits, model.weight])
@@ -78,7 +78,7 @@ def draws(name, count, num_particles=1):
 
 
 def compared(name, count):
-    """How far mean gradients are from a sum over all states, in standard errors; and the same of the mean loss."""
+    """How far mean gradients are from a sum over all gate vectors, in standard errors, and the mean loss."""
     losses, rows = draws(name, count, 2 if name == "leave_one_out" else 1)
     value, gradients = exact(Linear(), LOGITS)
     deviations = (rows.mean(0) - torch.cat(gradients)) / (rows.std(0) / math.sqrt(count))
@@ -87,7 +87,7 @@ def compared(name, count):
 
 @pytest.mark.parametrize("name", first_by_default((*UNBIASED, "reinmax")))
 def test_unbiased(name):
-    """Loss and gradients for gates and weights, within four standard errors of the sum over all states.
+    """Loss and gradients for gates and weights, within four standard errors of the sum over all gate vectors.
 
     ReinMax is, too, as the loss is a quadratic.
     """
@@ -129,15 +129,15 @@ def test_straight_through_is_biased():
 
 def mean_slope(name, cost, logits, monkeypatch):
     """The mean gradient of an estimator over all draws, and the exact one, shape ``(gates,)``."""
-    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(logits))), dtype=torch.float64)
-    every = logits.expand(len(states), -1).clone().requires_grad_()
-    log_q = torch.distributions.Bernoulli(logits=every).log_prob(states).sum(-1)
-    (exact,) = torch.autograd.grad((log_q.exp() * cost(states)).sum(), every)
-    monkeypatch.setattr(BernoulliGate, "sample", lambda gate: states)
+    vectors = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(logits))), dtype=torch.float64)
+    every = logits.expand(len(vectors), -1).clone().requires_grad_()
+    log_q = torch.distributions.Bernoulli(logits=every).log_prob(vectors).sum(-1)
+    (exact,) = torch.autograd.grad((log_q.exp() * cost(vectors)).sum(), every)
+    monkeypatch.setattr(BernoulliGate, "sample", lambda gate: vectors)
     found, surrogate = Estimators(name)(
         lambda values: Evaluation({}, cost(values["z"])), {"z": BernoulliGate(logits=every)}, 1
     )
-    assert surrogate.shape == found[0].cost.shape == (len(states),)
+    assert surrogate.shape == found[0].cost.shape == (len(vectors),)
     (slopes,) = torch.autograd.grad((found[0].cost + surrogate).sum(), every)
     return (log_q.exp()[:, None] * slopes).sum(0).detach(), exact.sum(0)
 
@@ -178,7 +178,7 @@ def test_reinmax_is_less_biased_for_a_quartic(monkeypatch):
 
 
 def test_reinmax_in_plates():
-    """Gates of two plates, with several particles and a scale, against the sum over 64 states."""
+    """Gates of two plates, with several particles, against the sum over 64 gate vectors."""
 
     def model():
         with pyro.plate("rows", 2, dim=-2), pyro.plate("columns", 3, dim=-1):
@@ -259,9 +259,9 @@ def test_gates_of_an_example_answer_for_its_own_cost(name):
     def cost(z):
         return (1 + (weight * z).sum(-1)).square() + constant
 
-    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=gates)), dtype=torch.float64)[:, None]
-    probs = torch.distributions.Bernoulli(logits=logits).log_prob(states).sum(-1).exp()
-    expected = torch.autograd.grad((probs * cost(states)).sum(), logits)[0][:2]
+    vectors = torch.tensor(list(itertools.product((0.0, 1.0), repeat=gates)), dtype=torch.float64)[:, None]
+    probs = torch.distributions.Bernoulli(logits=logits).log_prob(vectors).sum(-1).exp()
+    expected = torch.autograd.grad((probs * cost(vectors)).sum(), logits)[0][:2]
     many = logits.expand(draws, number, gates)
     q = BernoulliGate(logits=many)
     if name == "leave_one_out":
