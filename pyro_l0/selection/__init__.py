@@ -14,6 +14,7 @@ from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonR
 from pyro_l0.selection.responses import (
     SpikeSlabBinomialRegressor,
     SpikeSlabCox,
+    SpikeSlabMultiTaskRegressor,
     SpikeSlabNegativeBinomial,
     SpikeSlabOrdinal,
     SpikeSlabRobust,
@@ -24,6 +25,7 @@ __all__ = [
     "SpikeSlabBinomialRegressor",
     "SpikeSlabClassifier",
     "SpikeSlabCox",
+    "SpikeSlabMultiTaskRegressor",
     "SpikeSlabNegativeBinomial",
     "SpikeSlabOrdinal",
     "SpikeSlabPoissonRegressor",

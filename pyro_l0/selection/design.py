@@ -133,12 +133,14 @@ _SLAB_UNITS = {
     "poisson": 1.0,
     "negative_binomial": 1.0,
     "ordinal": 2.0,
+    "multivariate": 1.0,
     "breslow": 1.0,
     "efron": 1.0,
 }
 # Whether observations are what a family takes, and what that is.
 _TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]] = {
     "gaussian": (np.isfinite, "finite numbers"),
+    "multivariate": (np.isfinite, "finite numbers"),
     "bernoulli": (lambda y: (y >= 0) & (y <= 1), "0 and 1, or shares between them"),
     "categorical": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
     "ordinal": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
@@ -180,9 +182,9 @@ class IntegratedOut(NamedTuple):
 class Design:
     """A problem, and how to return to the units of the data.
 
-    A coefficient in these units is that of the problem times ``factor``, and the intercept is that of the problem plus
-    ``level`` less ``centre`` . coefficients. Scales of slabs stay those of the problem's coefficients: with
-    standardised features, of the change of the linear predictor for one standard deviation of a feature.
+    A coefficient in these units is that of the problem times ``factor`` and ``unit``, and the intercept is that of the
+    problem times ``unit`` plus ``level`` less ``centre`` . coefficients. Scales of slabs stay those of the problem's:
+    with standardised features, of the change of the linear predictor for one standard deviation of a feature.
     """
 
     problem: Problem
@@ -195,6 +197,7 @@ class Design:
     flat_intercept: bool  # whether one was integrated out
     gate_of: NDArray[np.intp]  # which of G gates switches each feature, shape (p,)
     integrated: IntegratedOut | None  # a Gaussian regression's features that are always in
+    unit: float | NDArray[np.float64] = 1.0  # what the responses of a multivariate regression were divided by, (K,)
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data; Gaussian intercepts are drawn given the rest."""
@@ -204,7 +207,7 @@ class Design:
         varying = np.concatenate([self.gated, self.always])
         gates = np.unique(self.gate_of[self.gated])
         mean, sd = np.zeros((2, len(self.factor), self.problem.outputs))
-        mean[varying], sd[varying] = (part * self.factor[varying, None] for part in (found.mean, found.sd))
+        mean[varying], sd[varying] = (part * self.factor[varying, None] * self.unit for part in (found.mean, found.sd))
         active_probs, error = np.zeros((2, int(self.gate_of.max()) + 1))
         active_probs[gates], active_probs[self.gate_of[self.always]] = found.active_probs, 1.0
         error[gates] = 0.0 if found.standard_error is None else found.standard_error
@@ -232,16 +235,17 @@ class Design:
         outputs = self.problem.outputs
         beta = draws.coefficients
         feature, output = np.divmod(beta.indices, outputs)
-        data = beta.data * self.factor[varying[feature]]
+        data = beta.data * self.factor[varying[feature]] * np.broadcast_to(self.unit, outputs)[output]
         shape = (beta.shape[0], len(self.factor) * outputs)
         coefficients = csr_array((data, varying[feature] * outputs + output, beta.indptr), shape=shape)
         # One column for each output: the features' centres in the rows of its coefficients.
         centres = np.kron(self.centre[:, None], np.eye(outputs))
-        intercept = draws.intercept + self.level - coefficients @ centres
+        intercept = draws.intercept * self.unit + self.level - coefficients @ centres
         if self.flat_intercept:
             noise = draws.noise_scale / math.sqrt(self.observations)
             intercept = intercept + noise[:, None] * rng.standard_normal(intercept.shape)
-        return draws._replace(coefficients=coefficients, intercept=intercept)
+        noise_scale = draws.noise_scale * self.unit
+        return draws._replace(coefficients=coefficients, intercept=intercept, noise_scale=noise_scale)
 
 
 def make_design(
@@ -271,7 +275,8 @@ def make_design(
 
     Args:
         x: features, shape ``(n, p)``; sparse ones, of a Gaussian regression, stay sparse.
-        y: observations, shape ``(n,)``: numbers, 0 or 1 or shares of ones, numbers of classes from 0, or counts.
+        y: observations, shape ``(n,)``: numbers, 0 or 1 or shares of ones, numbers of classes from 0, or counts; of a
+            multivariate regression ``(n, K)``.
         family: distribution of the observations.
         rate: this, and the five that follow, as for the estimators; a pair are the parameters of a Beta prior, and an
             array of shape ``(G,)`` has NaN where the rate is that of no rate.
@@ -297,7 +302,7 @@ def make_design(
     expect(Real | None, "a number", expected_size=expected_size, slab_scale=slab_scale, noise_scale=noise_scale)
     features, observations = _checked(x, y, family)
     is_sparse = issparse(features)
-    gaussian = family == "gaussian"
+    gaussian, several = family == "gaussian", family == "multivariate"
     number = float(len(observations)) if weight is None else float(weight.sum())
     if noise_scale is not None and not gaussian:
         raise ValueError(f"Expected no noise_scale for the family {family!r}, but got {noise_scale}; leave it out.")
@@ -312,19 +317,28 @@ def make_design(
     total = features.T @ rows if is_sparse else np.einsum("ij,i->j", features, rows)
     centre = total / number if fit_intercept else np.zeros(features.shape[1])
     classes = max(outputs, int(observations.max()) + 1) if family in ("categorical", "ordinal") else 1
-    outputs = classes if family == "categorical" else 1
+    outputs = classes if family == "categorical" else observations[0].size
     level = np.zeros(outputs)
-    if offset is not None and gaussian:
-        observations = observations - offset[:, 0]
+    if offset is not None and (gaussian or several):
+        observations = observations - offset.reshape(observations.shape)
     elif offset is not None and fit_intercept:
         level = -np.average(offset, axis=0, weights=weight)
         offset = offset + level
-    if gaussian and fit_intercept:
-        level = np.average(observations, weights=weight, keepdims=True)
+    if (gaussian or several) and fit_intercept:
+        level = np.atleast_1d(np.average(observations, axis=0, weights=weight))
         observations = observations - level
     if family == "student" and fit_intercept:
         middle = _median(observations, rows)
         level, observations = level + middle, observations - middle
+    scale: Any = 1.0
+    if several:
+        scale = np.sqrt(np.average(observations**2, axis=0, weights=weight))
+        constant = np.flatnonzero(scale <= 10 * np.finfo(np.float64).eps * np.abs(level))
+        if len(constant):
+            raise ValueError(
+                f"Expected each response to vary, but that of column {constant[0]} does not; leave it out."
+            )
+        observations = observations / scale
     if not is_sparse:
         # Where there are many features their columns are read, and a copy with other rows would take as long.
         features = np.subtract(features, centre, order="F" if gaussian else "C")
@@ -350,7 +364,7 @@ def make_design(
     divisor = deviation[varying] if standardize else np.ones(len(varying))
 
     root = torch.from_numpy(np.sqrt(rows))
-    size = math.sqrt(float(np.average(observations**2, weights=weight)))
+    size = math.sqrt(float(np.average(observations**2, axis=0, weights=weight).mean()))
     if family == "student":
         size = _DEVIATIONS * _median(np.abs(observations), rows) or size
     is_scaled = gaussian or family == "student"
@@ -401,14 +415,14 @@ def make_design(
         always=0 if gaussian else len(always),
         gate_of=None if len(gates) == len(gated) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
-        offset=None if gaussian or offset is None else torch.from_numpy(offset),
+        offset=None if gaussian or several or offset is None else torch.from_numpy(offset),
         observations=number - taken if gaussian else None,
         sparse=columns if isinstance(columns, SparseColumns) else None,
     )
     factor = np.zeros(len(each))
     factor[varying] = 1 / divisor
     flat = gaussian and fit_intercept
-    return Design(problem, factor, gated, always, centre, level, number, flat, gate_of, integrated)
+    return Design(problem, factor, gated, always, centre, level, number, flat, gate_of, integrated, scale)
 
 
 def _integrated_out(
@@ -452,7 +466,8 @@ def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[n
     """Features and observations in float64, if they are what the family takes; sparse features by columns."""
     features = csc_array(x, dtype=np.float64) if issparse(x) else np.asarray(x, dtype=np.float64)
     observations = np.asarray(y, dtype=np.float64)
-    if features.ndim != 2 or 0 in features.shape or observations.shape != features.shape[:1]:
+    wanted = features.shape[:1] + observations.shape[1:2] * (family == "multivariate")
+    if features.ndim != 2 or 0 in features.shape or observations.shape != wanted:
         raise ValueError(
             "Expected X of shape (n, p) and y of shape (n,), neither of them empty, but got "
             f"{features.shape} and {observations.shape}."

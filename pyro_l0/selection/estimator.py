@@ -162,12 +162,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Args:
             X: features, shape ``(n, p)``, at least two observations. A categorical column of a data frame, by pandas
                 or polars, becomes a dummy for each of its levels, all with one gate.
-            y: observations, shape ``(n,)``.
+            y: observations, shape ``(n,)``, or ``(n, K)`` of several responses.
             sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
                 weights give the posterior of repeated rows; others are powers of the likelihoods. Relative weights
                 should sum to n.
             offset: known part of the linear predictor of each observation, shape ``(n,)``; ``(n, classes)`` of three
-                or more classes. That of counts is the logarithm of their exposure.
+                or more classes, ``(n, K)`` of several responses. That of counts is the logarithm of their exposure.
 
         Returns:
             The estimator.
@@ -186,7 +186,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         levels = levels_of(table)
         x, target = self._validated(coded(table, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
-        outputs = len(self.classes_) if self._family() == "categorical" else 1
+        outputs = len(self.classes_) if self._family() == "categorical" else target[0].size
         known = _checked_offset(offset, x.shape[0], outputs)
         if weight is not None:
             counted = weight > 0
@@ -351,7 +351,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         expect_count(1, n_samples=n_samples)
         rng = np.random.default_rng(seed_of(random_state))
         draws = rows_of(self.draws_, rng.integers(len(self.draws_.rate), size=n_samples))
-        return summaries(draws, *new, lambda eta: replicated(self._family(), eta, draws, rng).T)
+        return summaries(draws, *new, lambda eta: np.moveaxis(replicated(self._family(), eta, draws, rng), 0, -1))
 
     def interval(self, level: float = 0.9) -> Array:
         """Central intervals of the coefficients, atoms at zero included.
@@ -471,12 +471,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._standard_error = raw.standard_error
         self.coef_, self.coef_sd_ = (self._as_coef(part.reshape(1, -1))[0] for part in (raw.mean, raw.sd))
         # The problem's own intercept is zero where a flat one was integrated out: then the mean has no sampling error.
-        intercept = found.draws.intercept.mean(0) + design.level - design.centre @ raw.mean
+        intercept = found.draws.intercept.mean(0) * design.unit + design.level - design.centre @ raw.mean
         self.intercept_ = self._as_intercept(intercept[None])[0]
         for name in ("slab_scale", "noise_scale", "rate"):
             values, known = getattr(raw.draws, name), getattr(design.problem.prior, name)
             if not np.isnan(values).any():
-                setattr(self, f"{name}_", known if isinstance(known, float) else float(values.mean()))
+                setattr(self, f"{name}_", known if isinstance(known, float) else values.mean(0))
         for name, values in raw.draws.learned.items():
             setattr(self, f"{name}_", values.mean(0))
 
@@ -587,6 +587,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
 
         def of_some(eta: Array) -> Array:
             new = replicated(self._family(), eta, self.draws_, rng)
-            return np.quantile(new, probs, axis=0, method="inverted_cdf").T
+            found = np.quantile(new, probs, axis=0, method="inverted_cdf")
+            return np.moveaxis(found, 0, -1) if np.ndim(probs) else found
 
         return summaries(self.draws_, *self._validated_new(X, offset), of_some)

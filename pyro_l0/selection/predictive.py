@@ -128,7 +128,8 @@ def to_inference_data(
             "z": [gate],
             "coef": [*outputs, "feature"],
             "intercept": outputs,
-            **{name: ["observation"] for name in observed},
+            **{name: ["observation", "output"][: values.ndim] for name, values in observed.items()},
+            "noise_scale": outputs[: sample.get("noise_scale", y).ndim - 1],
             "P(z != 0)": [gate],
         },
     )
@@ -142,11 +143,11 @@ def log_choices(successes: Array, trials: Array) -> Array:
 
 def log_likelihood(family: Family, predictors: Array, y: Array, draws: Draws, trials: Array | None = None) -> Array:
     """Log probability of each observation at each draw, shape ``(N, n)``, from predictors ``(N, n, K)``."""
-    eta = predictors[..., 0]
+    eta = predictors if family == "multivariate" else predictors[..., 0]
     found: Array
     if family == "categorical":
         found = log_softmax(predictors, axis=-1)[:, np.arange(len(y)), y.astype(int)]
-    elif family == "gaussian":
+    elif family in ("gaussian", "multivariate"):
         scale = draws.noise_scale[:, None]
         found = -0.5 * ((y - eta) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
     elif trials is not None:
@@ -175,11 +176,11 @@ def replicated(
     family: Family, predictors: Array, draws: Draws, rng: np.random.Generator, trials: Array | None = None
 ) -> Array:
     """New observations at the same features, one set for each draw, shape ``(N, n)``."""
-    eta = predictors[..., 0]
+    eta = predictors if family == "multivariate" else predictors[..., 0]
     if family == "categorical":
         # The largest of the predictors with Gumbel noise has the probabilities of the softmax.
         found = np.argmax(predictors + rng.gumbel(size=predictors.shape), axis=-1)
-    elif family == "gaussian":
+    elif family in ("gaussian", "multivariate"):
         found = eta + draws.noise_scale[:, None] * rng.standard_normal(eta.shape)
     elif trials is not None:
         found = rng.binomial(np.rint(trials).astype(np.int64), expit(eta))

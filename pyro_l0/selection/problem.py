@@ -33,7 +33,8 @@ class Draws(NamedTuple):
             gates are not stored, so the stored entries show the gates.
         intercept: shape ``(N, K)``; 0 if the problem has none.
         slab_scale: shape ``(N,)``, also if it is known.
-        noise_scale: shape ``(N,)``, also if it is known; NaN for a family without noise.
+        noise_scale: shape ``(N,)``, or ``(N, K)`` of several responses, also if it is known; NaN for a family without
+            noise.
         rate: P(z = 1), shape ``(N,)``, also if it is known; NaN if it differs between gates.
         learned: further parameters of the family by name, each of shape ``(N,)`` or ``(N, K)``.
     """
@@ -97,10 +98,11 @@ Family = Literal[
     "negative_binomial",
     "ordinal",
     "student",
+    "multivariate",
 ]
 PARTIAL = ("breslow", "efron")  # those of a partial likelihood, which is no distribution of y and needs no intercept
 # Those with parameters of their own, whose posteriors come from exact chains alone.
-SAMPLED = ("negative_binomial", "ordinal", "student")
+SAMPLED = ("negative_binomial", "ordinal", "student", "multivariate")
 
 
 @dataclass(frozen=True)
@@ -174,16 +176,18 @@ class Problem:
     and features were centred (``pyro_l0.selection.design``), which integrates out a flat one.
 
     Attributes:
-        family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
-            intercept), Poisson and negative binomial with the logarithm of the mean; survival times by Cox's partial
-            likelihood, with ties by Breslow or Efron; ordered classes by cumulative logits; numbers with Student-t
-            noise.
+        family: distribution of y: N(x beta, noise_scale^2), K of these at once for the multivariate one, Bernoulli and
+            Categorical with logits x beta (plus intercept), Poisson and negative binomial with the logarithm of the
+            mean; survival times by Cox's partial likelihood, with ties by Breslow or Efron;
+            ordered classes by cumulative logits; numbers with Student-t noise.
         x: features, float64, shape ``(n, p)``.
-        y: observations, float64, shape ``(n,)``; counts, 0 or 1 or a share of ones, the number of a class from 0, or
-            survival times, which have a minus sign (-0.0, too) where they are censored.
+        y: observations, float64, shape ``(n,)``, or ``(n, K)`` of several responses; counts, 0 or 1 or a share of ones,
+            the number of a class from 0, or survival times, which have a minus sign (-0.0, too) where they are
+            censored.
         prior: of the hyperparameters.
         intercept: whether the linear predictor has one, or one for each class.
-        outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.
+        outputs: K, linear predictors of an observation: the classes of a categorical regression, the responses of a
+            multivariate one, otherwise 1.
         classes: how many an ordinal regression has.
         always: how many of the features, the last ones, are always in: they have no gate, and a normal prior as the
             intercept. Those of a Gaussian regression were integrated out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -21,9 +21,13 @@ from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_o
 from pyro_l0.selection.problem import Family
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
 
+if TYPE_CHECKING:
+    import pandas
+
 __all__ = [
     "SpikeSlabBinomialRegressor",
     "SpikeSlabCox",
+    "SpikeSlabMultiTaskRegressor",
     "SpikeSlabNegativeBinomial",
     "SpikeSlabOrdinal",
     "SpikeSlabRobust",
@@ -521,3 +525,89 @@ class SpikeSlabRobust(SpikeSlabRegression):
 
     def _family(self) -> Family:
         return "student"
+
+
+class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
+    r"""Linear regression of several responses, whose coefficients for one feature are all zero or none is.
+
+    The model is that of :class:`SpikeSlabRegressor` for each of K responses, with a gate for each feature,
+
+    .. math:: y_k \sim N(\text{intercept}_k + X \beta_k, \text{noise\_scale}_k^2), \quad \beta_{jk} = z_j w_{jk},
+
+    as in scikit-learn's ``MultiTaskLasso``. The noise of one response is independent of that of another. Responses are
+    divided by their standard deviations first, so that one slab scale suits all: it is in deviations of a response, and
+    half-normal with scale 1 if it is learned. An intercept is normal around the mean of its response, with ten of these
+    deviations; noise scales are half-Cauchy with one of them.
+
+    Gates, coefficients and noise scales are sampled together, without an approximation: ``method`` is ``"auto"`` or
+    ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
+
+    Parameters and attributes are those of :class:`SpikeSlabRegressor`; ``noise_scale`` is always learned, and these
+    attributes differ.
+
+    Attributes:
+        coef_: posterior means of the coefficients, shape ``(K, p)``.
+        coef_sd_: posterior standard deviations of the coefficients, in the same shape.
+        intercept_: posterior means of the intercepts, shape ``(K,)``.
+        noise_scale_: posterior means of the noise's standard deviations, in the units of y, shape ``(K,)``.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(100, 4))
+        >>> y = x[:, [1]] * [2.0, -1.0, 0.5] + rng.normal(size=(100, 3))
+        >>> model = SpikeSlabMultiTaskRegressor(random_state=0).fit(x, y)
+        >>> model.select(), model.predict(x).shape
+        (array([1]), (100, 3))
+    """
+
+    def predict(
+        self,
+        X: ArrayLike,  # noqa: N803
+        return_std: bool = False,
+        offset: ArrayLike | None = None,
+    ) -> Array | tuple[Array, Array]:
+        """Predict the posterior means of new observations.
+
+        Args:
+            X: features, shape ``(m, p)``.
+            return_std: whether to return the standard deviations of a new observation, noise included, too.
+            offset: known part of the linear predictors, shape ``(m, K)``; 0 by default.
+
+        Returns:
+            The means, shape ``(m, K)``, and with ``return_std`` the standard deviations in the same shape.
+        """
+        x, known = self._validated_new(X, offset)
+        mean: Array = x @ self.coef_.T + self.intercept_ + (0.0 if known is None else known)
+        if not return_std:
+            return mean
+        variance = summaries(self.draws_, x, None, lambda predictors: predictors.var(0))
+        return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean(0))
+
+    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
+        if target.ndim != 2:
+            raise ValueError(
+                f"Expected y of shape (n, K), with a column for each response, but got {target.shape}; "
+                "SpikeSlabRegressor takes a single one."
+            )
+        self._responses = list(getattr(y, "columns", range(target.shape[1])))
+        return found, np.array(target, dtype=np.float64)
+
+    def _as_coef(self, values: Array) -> Array:
+        return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)
+
+    def _as_intercept(self, values: Array) -> Array:
+        return values
+
+    def _rows(self) -> pandas.Index:
+        import pandas
+
+        return pandas.MultiIndex.from_product([self._column_names(), self._responses], names=["feature", "response"])
+
+    def _family(self) -> Family:
+        return "multivariate"
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output, tags.target_tags.single_output = True, False
+        return tags

@@ -9,6 +9,7 @@ from pyro_l0.selection import (
     SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
     SpikeSlabCox,
+    SpikeSlabMultiTaskRegressor,
     SpikeSlabNegativeBinomial,
     SpikeSlabOrdinal,
     SpikeSlabPoissonRegressor,
@@ -17,7 +18,7 @@ from pyro_l0.selection import (
 )
 
 ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
-SAMPLED = [SpikeSlabNegativeBinomial]  # those with parameters of their own
+SAMPLED = [SpikeSlabNegativeBinomial, SpikeSlabMultiTaskRegressor]  # those with parameters of their own
 EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabOrdinal, SpikeSlabRobust, SpikeSlabBinomialRegressor, SpikeSlabCox]
 
 
@@ -28,6 +29,8 @@ def data(kind, n=80, p=4, seed=0):
     eta = 10 * (x[:, 0] - 5.0) - 0.1 * (x[:, 2] - 5.0)
     if kind is SpikeSlabRegressor:
         return x, 3.0 + eta + rng.normal(size=n)
+    if kind is SpikeSlabMultiTaskRegressor:
+        return x, [3.0, 1e3] + np.stack([eta, 30 * eta], 1) + rng.normal(size=(n, 2)) * [1.0, 50.0]
     if kind is SpikeSlabClassifier:
         return x, np.where(rng.random(n) < expit(2 * eta), "yes", "no")
     if kind is SpikeSlabCox:

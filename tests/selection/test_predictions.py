@@ -78,9 +78,9 @@ def test_a_draw_is_joint_over_observations(known):
 def test_draws_agree_with_predictions(kind):
     """Means and deviations of numbers, shares of labels; within five standard errors of these."""
     model = fitted(kind)
-    x = data(kind)[0][:6]
+    x, y = (part[:6] for part in data(kind))
     found = model.sample_y(x, 20_000)
-    assert model.sample_y(x).shape == (6, 1)
+    assert model.sample_y(x).shape == (*y.shape, 1)
     if hasattr(model, "classes_"):
         assert set(np.unique(found)) <= set(model.classes_)
         shares, wanted = (found == "yes").mean(1), model.predict_proba(x)[:, 1]
@@ -89,8 +89,8 @@ def test_draws_agree_with_predictions(kind):
     else:
         mean, sd = model.predict(x, return_std=True)
         # The predictions are those of 2,000 draws or, of a mean, of the posterior that these are from.
-        assert (np.abs(found.mean(1) - mean) < 5 * sd / np.sqrt(2000)).all()
-        np.testing.assert_allclose(found.std(1), sd, rtol=0.05)
+        assert (np.abs(found.mean(-1) - mean) < 5 * sd / np.sqrt(2000)).all()
+        np.testing.assert_allclose(found.std(-1), sd, rtol=0.05)
 
 
 def test_counts_far_from_the_data():

@@ -7,6 +7,7 @@ from pyro_l0.selection import (
     SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
     SpikeSlabCox,
+    SpikeSlabMultiTaskRegressor,
     SpikeSlabNegativeBinomial,
     SpikeSlabOrdinal,
     SpikeSlabPoissonRegressor,
@@ -57,7 +58,12 @@ def test_others_by_scikit_learn(estimator, check):
 # Of weighted and repeated rows, chains take other ways.
 @pytest.mark.slow
 @parametrize_with_checks(
-    [SpikeSlabNegativeBinomial(slab_scale=1.0), SpikeSlabOrdinal(slab_scale=1.0), SpikeSlabRobust(slab_scale=1.0)],
+    [
+        SpikeSlabMultiTaskRegressor(slab_scale=1.0),
+        SpikeSlabNegativeBinomial(slab_scale=1.0),
+        SpikeSlabOrdinal(slab_scale=1.0),
+        SpikeSlabRobust(slab_scale=1.0),
+    ],
     expected_failed_checks=sampled,
 )
 def test_sampled_ones_by_scikit_learn(estimator, check):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Point, Step, maximise
+from pyro_l0.selection.methods.gaussian_evidence import smallest_noise
 from pyro_l0.selection.problem import PARTIAL, Family, Prior, Problem
 
 __all__ = ["CoxLikelihood", "Likelihood", "likelihood_of"]
@@ -285,6 +286,31 @@ class CoxLikelihood(Likelihood):
         return risk[0] * ends.flip(2).cumsum(2).flip(2)[:, :, 1:]
 
 
+class NormalLikelihood(IndependentLikelihood):
+    """Responses y, shape ``(n, K)``, with independent normal noise of deviations exp(theta); weights as above."""
+
+    def __init__(self, y: Tensor, weight: Tensor, prior: Prior) -> None:
+        self._y, self._weight, self._prior = y, weight, prior
+        self.theta = y.new_zeros(1, y.shape[1])
+        self._least = math.log(smallest_noise(len(y), len(y) * prior.noise_unit**2))
+
+    def value(self, eta: Tensor) -> Tensor:
+        square = (self._weight * (self._y - eta).square()).sum(-2)
+        constant = self._weight.sum() * (self.theta + 0.5 * math.log(2 * math.pi))
+        return -(0.5 * square * (-2 * self.theta).exp() + constant).sum(-1)
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        precision = self._weight * (-2 * self.theta[:, None]).exp()
+        return precision * (self._y - eta), torch.diag_embed(precision.expand_as(eta))
+
+    def log_prior(self) -> Tensor:
+        density = self._prior.log_noise(self.theta)
+        return torch.where(self.theta < self._least, -math.inf, density).sum(1)
+
+    def named(self) -> dict[str, Tensor]:
+        return {"noise_scale": self.theta.exp()}
+
+
 class ShiftedLikelihood(Likelihood):
     """Another likelihood, whose linear predictors have an offset of shape ``(n, K)`` beside eta."""
 
@@ -468,7 +494,9 @@ def _without_offset(problem: Problem) -> Likelihood:
     y = problem.y
     if problem.family in PARTIAL:
         return CoxLikelihood(y.abs(), ~y.signbit(), problem.family == "efron")
-    weight = (torch.ones_like(y) if problem.weight is None else problem.weight)[:, None]
+    weight = y.new_ones(len(y), 1) if problem.weight is None else problem.weight[:, None]
+    if problem.family == "multivariate":
+        return NormalLikelihood(y, weight, problem.prior)
     if problem.family == "categorical":
         return CategoricalLikelihood(y, weight, problem.outputs)
     if problem.family == "ordinal":

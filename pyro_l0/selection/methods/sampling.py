@@ -132,7 +132,7 @@ def null_predictor(problem: Problem) -> Tensor:
         return columns @ mode.coefficients[0]
     if not problem.intercept:
         return zero
-    if problem.family == "student":  # whose median is zero
+    if problem.family in ("student", "multivariate"):  # whose middles are zero
         return zero
     n, total = weight.sum(), (weight * y).sum()
     if problem.family in ("poisson", "negative_binomial"):

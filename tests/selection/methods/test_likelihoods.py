@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
+from scipy import integrate, special, stats
 
+from pyro_l0.selection import SpikeSlabMultiTaskRegressor, SpikeSlabNegativeBinomial
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import JumpingChains
 from pyro_l0.selection.methods.likelihoods import likelihood_of
-from pyro_l0.selection.predictive import log_likelihood
+from pyro_l0.selection.predictive import linear_predictors, log_likelihood
 from pyro_l0.selection.problem import Draws, Prior, Problem
 from tests.maths.spike_and_slab import seeded
 from tests.selection.methods.by_importance import references
@@ -54,6 +55,16 @@ def half_cauchy_and_gamma(theta):
     return stats.halfcauchy.logpdf(scale) + stats.gamma.logpdf(degrees, 2, scale=10) + theta.sum(1)
 
 
+def normals(y, eta, theta):
+    """Of all responses together."""
+    return stats.norm.logpdf(y, eta, np.exp(theta)[:, None]).sum(2)
+
+
+def half_cauchy(theta):
+    """Log density of the logarithms of half-Cauchy scales."""
+    return (stats.halfcauchy.logpdf(np.exp(theta)) + theta).sum(1)
+
+
 # Of each family the log likelihood and the log prior, and which parameters theta stands for.
 FAMILIES = {
     "negative_binomial": (negative_binomial, half_normal_root, lambda theta: {"dispersion": np.exp(theta[:, 0])}),
@@ -63,6 +74,7 @@ FAMILIES = {
         half_cauchy_and_gamma,
         lambda theta: {"noise_scale": np.exp(theta[:, 0]), "degrees_of_freedom": np.exp(theta[:, 1])},
     ),
+    "multivariate": (normals, half_cauchy, lambda theta: {"noise_scale": np.exp(theta)}),
 }
 
 
@@ -76,10 +88,12 @@ def problem(family, n=40, p=3, seed=0, weight=None):
         y = np.digitize(0.5 * x[:, 0] + rng.logistic(size=n), [-1, 1.5]).astype(float)
     elif family == "student":
         y = 1 + 0.4 * x[:, 0] + rng.standard_t(2.5, size=n)
+    elif family == "multivariate":
+        y = x[:, [0]] * [0.25, 0.1] + rng.normal(size=(n, 2)) * [1.0, 0.7]
     else:
         y = rng.poisson(np.exp(1 + 0.3 * x[:, 0]) * rng.gamma(2.0, 0.5, size=n)).astype(float)
     both = torch.from_numpy(x), torch.from_numpy(y)
-    return Problem(family, *both, Prior((1.0, p**0.5)), family != "ordinal", classes=3, weight=weight)
+    return Problem(family, *both, Prior((1.0, p**0.5)), family != "ordinal", y[0].size, classes=3, weight=weight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,7 +182,7 @@ def test_log_likelihoods_of_draws(family):
     learned = shown(theta)
     draws = Draws(None, None, empty, learned.pop("noise_scale", empty), empty, learned)
     found = log_likelihood(family, eta, given.y.numpy(), draws)
-    np.testing.assert_allclose(found, by_scipy(given.y.numpy(), eta, theta), rtol=1e-8)
+    np.testing.assert_allclose(found.reshape(2, 40, -1).sum(2), by_scipy(given.y.numpy(), eta, theta), rtol=1e-8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,3 +244,26 @@ def test_posteriors_by_importance(family, seed, monkeypatch):
     drawn = {**found.draws.learned, "noise_scale": found.draws.noise_scale}
     means = np.column_stack([drawn[name] for name in shown(np.zeros((1, d)))]).mean(0)
     np.testing.assert_allclose(means, expected, rtol=0.06, atol=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [SpikeSlabNegativeBinomial, SpikeSlabMultiTaskRegressor])
+def test_held_out_log_score(kind):
+    """Of three data sets with two effects of ten, better than that of all gates open, which has the same slabs."""
+
+    def score(model):
+        predictors = linear_predictors(model.draws_, x[60:])
+        each = log_likelihood(model._family(), predictors, y[60:], model.draws_).reshape(2000, 500, -1).sum(2)
+        return (special.logsumexp(each, 0) - np.log(2000)).mean()
+
+    gain = []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=(560, 10))
+        eta = 1 + 0.6 * x[:, 0] - 0.4 * x[:, 3]
+        y = rng.poisson(np.exp(eta) * rng.gamma(2.0, 0.5, size=560)).astype(float)
+        if kind is SpikeSlabMultiTaskRegressor:
+            y = eta[:, None] * [1.0, -0.5] + rng.normal(size=(560, 2))
+        sparse, full = (kind(rate=rate, random_state=0).fit(x[:60], y[:60]) for rate in (None, 1 - 1e-9))
+        gain.append(score(sparse) - score(full))
+    assert np.mean(gain) > 0.02, gain
