@@ -371,7 +371,8 @@ class JumpingChains(ExactChains):
         for gate in torch.multinomial(often, tries, generator=self._generator).T if tries else ():
             probs[self._chains, gate] = self._jump(gate)
         self._value = self._likelihood.value(self._eta)
-        self._move_coefficients()
+        if self._x.shape[1]:
+            self._move_coefficients()
         if self._problem.prior.slab_scale is None:
             for _ in range(_SLABS):
                 self._move_slab()
