@@ -450,6 +450,11 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
     def _family(self) -> Family:
         return "ordinal"
 
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.poor_score = True  # of classes without an order, such as scikit-learn's blobs
+        return tags
+
 
 class SpikeSlabRobust(SpikeSlabRegression):
     r"""Linear regression with Student-t noise, with coefficients that are exactly zero or not.
