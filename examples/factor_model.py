@@ -139,6 +139,7 @@ def make_model(seen: Tensor) -> Callable[..., None]:
 def train(data: Data, seed: int, steps: int, is_full: bool = False) -> Run:
     """Train a guide from a random start; with all gates open for the full model."""
     pyro.set_rng_seed(seed)
+    pyro.clear_param_store()  # where Pyro's guides would find the last one's parameters
     model = make_model(data.seen)
     if is_full:
         model = poutine.condition(model, {"z": torch.ones(FACTORS, 2 * COLUMNS)})
