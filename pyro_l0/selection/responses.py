@@ -547,8 +547,8 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
     Gates, coefficients and noise scales are sampled together, without an approximation: ``method`` is ``"auto"`` or
     ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
 
-    Parameters and attributes are those of :class:`SpikeSlabRegressor`; ``noise_scale`` is always learned, and these
-    attributes differ.
+    A y of shape ``(n,)`` is one response, K = 1. Parameters and attributes are those of :class:`SpikeSlabRegressor`;
+    ``noise_scale`` is always learned, and these attributes differ.
 
     Attributes:
         coef_: posterior means of the coefficients, shape ``(K, p)``.
@@ -590,13 +590,9 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
-        if target.ndim != 2:
-            raise ValueError(
-                f"Expected y of shape (n, K), with a column for each response, but got {target.shape}; "
-                "SpikeSlabRegressor takes a single one."
-            )
+        target = np.array(target, dtype=np.float64).reshape(len(target), -1)
         self._responses = list(getattr(y, "columns", range(target.shape[1])))
-        return found, np.array(target, dtype=np.float64)
+        return found, target
 
     def _as_coef(self, values: Array) -> Array:
         return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)

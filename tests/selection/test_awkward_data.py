@@ -134,7 +134,6 @@ def test_missing_values_of_sparse_features_are_named():
         (SpikeSlabRegressor(), [["a"], ["b"], ["c"]], [1.0, 2.0, 3.0], "could not convert string to float"),
         (SpikeSlabRegressor(method="enumerate"), np.eye(30, 21), np.arange(30), "at most 20 features or groups"),
         (SpikeSlabNegativeBinomial(), np.eye(3), [2, 0, -1], "to hold numbers that are not negative, but got -1"),
-        (SpikeSlabMultiTaskRegressor(), np.eye(3), [2, 0, 1], r"a column for each response, but got \(3,\)"),
         (SpikeSlabMultiTaskRegressor(), np.eye(3), [[2, 1], [0, 1], [1, 1]], "each response to vary, but .* column 1"),
         (SpikeSlabNegativeBinomial(method="enumerate"), np.eye(3), [2, 0, 1], "'auto' or 'tempered' .* 'enumerate'"),
     ],

@@ -115,6 +115,18 @@ def test_probabilities_are_averaged_over_draws():
     np.testing.assert_allclose(sd, np.sqrt(means.mean(0) + means.var(0)), rtol=1e-10)
 
 
+@pytest.mark.slow
+def test_one_response_alone():
+    """The posterior is that of a linear regression, within the errors of chains; y may be a vector or a data frame."""
+    x, y = data(SpikeSlabRegressor)
+    alone = SpikeSlabRegressor(random_state=0).fit(x, y)
+    model = SpikeSlabMultiTaskRegressor(random_state=0).fit(x, y)
+    np.testing.assert_allclose(model.pip_, alone.pip_, atol=0.02)
+    np.testing.assert_allclose(model.coef_[0], alone.coef_, atol=0.2 * alone.coef_sd_.max())
+    assert model.noise_scale_[0] == pytest.approx(alone.noise_scale_, rel=0.02)
+    assert SpikeSlabMultiTaskRegressor(rate=0.5).fit(x[:, :1], pd.DataFrame({"u": y})).summary().index[0] == ("x0", "u")
+
+
 def test_more_than_two_classes():
     """A gate for each feature, a coefficient for each feature and class; for arviz, classes are numbers."""
     x, y = three_classes()
