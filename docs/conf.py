@@ -45,7 +45,7 @@ napoleon_numpy_docstring = False
 # one, and what only people who extend the engine meet.
 nitpicky = True
 _TYPES = """Coefficient Cost Error EstimatorName Example Family GateObjective GatePosterior Kind Location Loss Net
-Budgets Number Objective OnBudget Run SiteSummary GateSite Trainer _size CONSTANT JointDraw"""
+Budgets Number Objective OnBudget Rates Run SiteSummary GateSite Trainer _size CONSTANT JointDraw"""
 nitpick_ignore_regex = [
     ("py:.*", "|".join(_TYPES.split())),
     ("py:class", r"pyro_l0\.(nn\.engine|maths)\..*"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -15,7 +15,7 @@ from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
-from sklearn.utils import assert_all_finite, check_random_state
+from sklearn.utils import Tags, assert_all_finite, check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_feature_names_in, _check_sample_weight, check_is_fitted, validate_data
 
@@ -25,7 +25,7 @@ from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gat
 from pyro_l0.selection.design import Columns, Design, coded, levels_of, make_design, tabular
 from pyro_l0.selection.methods import METHODS, find_posterior
 from pyro_l0.selection.predictive import quantiles, replicated, rows_of, summaries, to_inference_data
-from pyro_l0.selection.problem import MOST_ERROR, Draws, Family, SelectionPosterior
+from pyro_l0.selection.problem import MOST_ERROR, Family, SelectionPosterior
 
 if TYPE_CHECKING:
     import arviz
@@ -93,62 +93,40 @@ class _Data(NamedTuple):
     trials: Array | None = None  # of which y are the successes
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     """A regression with spike-and-slab coefficients; see :class:`SpikeSlabRegressor` for parameters and attributes.
 
-    It has one linear predictor: the coefficients are a vector and the intercept is a number. A classifier has its own
-    shapes.
+    With ``_has_outputs`` coefficients have a row and the intercept an entry for each linear predictor. Otherwise there
+    is one, and its coefficients are a vector.
     """
 
     _parameter_constraints: ClassVar[dict[str, list[object]]] = {
         "rate": [Interval(Real, 0, 1, closed="right"), "array-like", dict, None],
-        "always_in_scale": [Interval(Real, 0, None, closed="neither"), None],
-        "expected_size": [Interval(Real, 0, None, closed="neither"), None],
-        "slab_scale": [Interval(Real, 0, None, closed="neither"), None],
-        "noise_scale": [Interval(Real, 0, None, closed="neither"), None],
-        "degrees_of_freedom": [Interval(Real, 0, None, closed="neither"), None],
+        **{name: [Interval(Real, 0, None, closed="neither"), None] for name in _PRIORS},
         "standardize": ["boolean"],
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
+        "ties": [StrOptions({"breslow", "efron"})],
         "random_state": ["random_state"],
         "verbose": ["boolean"],
     }
 
-    n_features_in_: int
-    pip_: Array
-    coef_: Array
-    coef_sd_: Array
-    draws_: Draws
-    classes_: NDArray[np.generic]
-    _standard_error: Array | None = None
-    _data: _Data  # missing if only the moments of the data are known
-    _is_in: NDArray[np.bool_] | None = None  # which gates are always open
-    _takes_sparse = False
+    _family: Family = field(init=False)  # distribution of y, known once it was validated
+    _standard_error: Array | None = field(default=None, init=False)
+    _is_in: NDArray[np.bool_] | None = field(default=None, init=False)  # which gates are always open
+    _takes_sparse = _is_positive = _has_outputs = False
 
-    def __init__(
-        self,
-        *,
-        rate: Rates = None,
-        expected_size: float | None = None,
-        always_in_scale: float | None = None,
-        slab_scale: float | None = None,
-        standardize: bool = True,
-        fit_intercept: bool = True,
-        method: str = "auto",
-        groups: ArrayLike | None = None,
-        random_state: RandomState = None,
-        verbose: bool = False,
-    ) -> None:
-        self.rate = rate
-        self.expected_size = expected_size
-        self.always_in_scale = always_in_scale
-        self.slab_scale = slab_scale
-        self.standardize = standardize
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.groups = groups
-        self.random_state = random_state
-        self.verbose = verbose
+    rate: Rates = None
+    expected_size: float | None = None
+    always_in_scale: float | None = None
+    slab_scale: float | None = None
+    standardize: bool = True
+    fit_intercept: bool = True
+    method: str = "auto"
+    groups: ArrayLike | None = None
+    random_state: RandomState = None
+    verbose: bool = False
 
     def fit(
         self,
@@ -186,7 +164,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         levels = levels_of(table)
         x, target = self._validated(coded(table, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
-        outputs = len(self.classes_) if self._family() == "categorical" else target[0].size
+        outputs = len(self.classes_) if self._family == "categorical" else target[0].size
         known = _checked_offset(offset, x.shape[0], outputs)
         if weight is not None:
             counted = weight > 0
@@ -200,7 +178,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         design = make_design(
             x,
             target,
-            self._family(),
+            self._family,
             rate=rate,
             **{name: parameters[name] for name in _PRIORS if name in parameters},
             standardize=self.standardize,
@@ -351,7 +329,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         expect_count(1, n_samples=n_samples)
         rng = np.random.default_rng(seed_of(random_state))
         draws = rows_of(self.draws_, rng.integers(len(self.draws_.rate), size=n_samples))
-        return summaries(draws, *new, lambda eta: np.moveaxis(replicated(self._family(), eta, draws, rng), 0, -1))
+        return summaries(draws, *new, lambda eta: np.moveaxis(replicated(self._family, eta, draws, rng), 0, -1))
 
     def interval(self, level: float = 0.9) -> Array:
         """Central intervals of the coefficients, atoms at zero included.
@@ -410,7 +388,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
-        return to_inference_data(self._family(), draws, sample, self.pip_, x, y, *names, offset, trials)
+        return to_inference_data(self._family, draws, sample, self.pip_, x, y, *names, offset, trials)
 
     def _checked_rate(self) -> float | Array | None:
         """One for all gates, or of each, NaN where a dict or series has none."""
@@ -499,17 +477,15 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             )
         return found
 
-    @abstractmethod
-    def _family(self) -> Family:
-        """The distribution of y, after it was validated."""
-
     def _as_coef(self, values: Array) -> Array:
         """Coefficients of draws, shape ``(N, p K)``, in the shape ``(N, *coef_.shape)``."""
-        return values
+        if not self._has_outputs:
+            return values
+        return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)
 
     def _as_intercept(self, values: Array) -> Array:
         """Intercepts of draws, shape ``(N, K)``, in the shape ``(N, *intercept_.shape)``."""
-        return values[:, 0]
+        return values if self._has_outputs else values[:, 0]
 
     def _rows(self) -> pandas.Index:
         import pandas
@@ -529,11 +505,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         found: Array = self._finite(coded_x, accept_sparse=sparse, reset=False)
         return self._columns.dummies(found)
 
-    def _middle(self, x: ArrayLike, offset: ArrayLike | None) -> Array:
-        """Posterior means of one linear predictor of new observations, shape ``(m,)``."""
-        features, known = self._validated_new(x, offset)
-        found: Array = features @ self.coef_ + self.intercept_
-        return found if known is None else found + known[:, 0]
+    def _mean(self, x: Array, offset: Array | None) -> Array:
+        """Posterior means of the linear predictors of new observations, shape ``(m,)`` or ``(m, K)``."""
+        found: Array = x @ self.coef_.T + self.intercept_
+        return found if offset is None else found + offset.reshape(found.shape)
 
     def _validated_new(self, x: ArrayLike, offset: ArrayLike | None) -> tuple[Array, Array | None]:
         """Features and offset of new observations, the latter of shape ``(m, K)``."""
@@ -549,6 +524,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         mask: NDArray[np.bool_] = self._get_support_mask()[self._columns.feature_of]
         return mask
 
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse, tags.target_tags.positive_only = self._takes_sparse, self._is_positive
+        tags.target_tags.required = True
+        return tags
+
     def _names(self) -> list[str]:
         """Of the features, as scikit-learn calls those without names."""
         return list(getattr(self, "feature_names_in_", [f"x{j}" for j in range(self.n_features_in_)]))
@@ -563,7 +544,35 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
 
 class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
-    """An estimator whose observations are numbers, so that they have quantiles."""
+    """An estimator whose observations are numbers, so that they have means and quantiles."""
+
+    def predict(
+        self,
+        X: ArrayLike,  # noqa: N803
+        return_std: bool = False,
+        offset: ArrayLike | None = None,
+    ) -> Array | tuple[Array, Array]:
+        """Predict the posterior mean of new observations.
+
+        Args:
+            X: features, shape ``(m, p)``; a linear regression takes sparse ones, too.
+            return_std: whether to return the standard deviation of a new observation, noise included, too.
+            offset: known part of the linear predictors, in the shape of that of ``fit``; 0 by default, an exposure of
+                one, also after a fit with one.
+
+        Returns:
+            The means, shape ``(m,)``, or ``(m, K)`` of several responses, and with ``return_std`` the standard
+            deviations in the same shape.
+        """
+        new = self._validated_new(X, offset)
+        mean = self._mean(*new)
+        return (mean, self._deviation(*new, mean)) if return_std else mean
+
+    def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
+        """Standard deviations of new observations, which have these means."""
+        variance = summaries(self.draws_, x, None, lambda predictors: predictors.var(0)).reshape(mean.shape)
+        found: Array = np.sqrt(variance + (self.draws_.noise_scale**2).mean(0))
+        return found
 
     def predict_quantiles(
         self,
@@ -586,7 +595,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         rng = np.random.default_rng(0)
 
         def of_some(eta: Array) -> Array:
-            new = replicated(self._family(), eta, self.draws_, rng)
+            new = replicated(self._family, eta, self.draws_, rng)
             found = np.quantile(new, probs, axis=0, method="inverted_cdf")
             return np.moveaxis(found, 0, -1) if np.ndim(probs) else found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,11 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
-from sklearn.utils import Tags
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from pyro_l0.selection.estimator import Array, RandomState, Rates, SpikeSlabEstimator, SpikeSlabRegression
+from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
 from pyro_l0.selection.summary_statistics import Observations, of_moments, of_z_scores
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SpikeSlabRegressor(SpikeSlabRegression):
     r"""Linear regression whose coefficients are exactly zero with a probability that is learned.
 
@@ -101,36 +102,10 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         for the sampler; Wang et al. (2020), JRSS B 82, for credible sets.
     """
 
-    def __init__(
-        self,
-        *,
-        rate: Rates = None,
-        expected_size: float | None = None,
-        always_in_scale: float | None = None,
-        slab_scale: float | None = None,
-        noise_scale: float | None = None,
-        standardize: bool = True,
-        fit_intercept: bool = True,
-        method: str = "auto",
-        groups: ArrayLike | None = None,
-        random_state: RandomState = None,
-        verbose: bool = False,
-    ) -> None:
-        super().__init__(
-            rate=rate,
-            expected_size=expected_size,
-            always_in_scale=always_in_scale,
-            slab_scale=slab_scale,
-            standardize=standardize,
-            fit_intercept=fit_intercept,
-            method=method,
-            groups=groups,
-            random_state=random_state,
-            verbose=verbose,
-        )
-        self.noise_scale = noise_scale
-
+    _family = "gaussian"
     _takes_sparse = True
+
+    noise_scale: float | None = None
 
     @classmethod
     def from_moments(
@@ -202,28 +177,6 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         """
         return cls(**parameters)._fit_summary(of_z_scores(z, R, n), n, None, None)
 
-    def predict(
-        self,
-        X: ArrayLike,  # noqa: N803
-        return_std: bool = False,
-        offset: ArrayLike | None = None,
-    ) -> Array | tuple[Array, Array]:
-        """Predict the posterior mean of new observations.
-
-        Args:
-            X: features, shape ``(m, p)``, dense or sparse.
-            return_std: whether to return the standard deviation of a new observation, noise included, too.
-            offset: known part of the linear predictors, shape ``(m,)``; 0 by default, also after a fit with one.
-
-        Returns:
-            The means, shape ``(m,)``, and with ``return_std`` the standard deviations in the same shape.
-        """
-        mean = self._middle(X, offset)
-        if not return_std:
-            return mean
-        variance = summaries(self.draws_, self._validated_features(X), None, lambda predictor: predictor[..., 0].var(0))
-        return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean())
-
     def _fit_summary(self, rows: Observations, n: float, x_mean: ArrayLike | None, y_mean: float | None) -> Self:
         """Fit to observations of equal weight that have the moments of n others, if means are known to be these."""
         is_known = x_mean is not None
@@ -243,14 +196,6 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             self.intercept_ = np.nan
             self.draws_ = self.draws_._replace(intercept=np.full_like(self.draws_.intercept, np.nan))
         return self
-
-    def _family(self) -> Family:
-        return "gaussian"
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags
 
 
 _WIDE = 15.0  # log odds at separated classes, up to which coefficients are within 3 % of their mean
@@ -284,6 +229,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         >>> model.select(), model.predict_proba(x).shape
         (array([1]), (200, 2))
     """
+
+    _has_outputs = True
 
     def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
         """Probabilities of the classes, averaged over the posterior.
@@ -337,6 +284,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
                 "This solver needs samples of at least 2 classes in the data, but the data contains only one class: "
                 f"{self.classes_.tolist()[0]!r}"
             )
+        self._family = "bernoulli" if len(self.classes_) == 2 else "categorical"
         return np.array(found), numbers.astype(np.float64)
 
     def _warn_of_separation(self) -> None:
@@ -358,21 +306,12 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
                 stacklevel=3,
             )
 
-    def _as_coef(self, values: Array) -> Array:
-        return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)
-
-    def _as_intercept(self, values: Array) -> Array:
-        return values
-
     def _rows(self) -> pandas.Index:
         import pandas
 
         if len(self.classes_) == 2:
             return super()._rows()
         return pandas.MultiIndex.from_product([self._column_names(), self.classes_], names=["feature", "class"])
-
-    def _family(self) -> Family:
-        return "bernoulli" if len(self.classes_) == 2 else "categorical"
 
 
 class SpikeSlabPoissonRegressor(SpikeSlabRegression):
@@ -393,36 +332,15 @@ class SpikeSlabPoissonRegressor(SpikeSlabRegression):
         array([2])
     """
 
-    def predict(
-        self,
-        X: ArrayLike,  # noqa: N803
-        return_std: bool = False,
-        offset: ArrayLike | None = None,
-    ) -> Array | tuple[Array, Array]:
-        """Predict the posterior mean of new counts.
+    _family: Family = "poisson"
+    _is_positive = True
 
-        Args:
-            X: features, shape ``(m, p)``.
-            return_std: whether to return the standard deviation of a new count, too.
-            offset: logarithm of the exposure, shape ``(m,)``; 0, an exposure of one, by default, also after a fit with
-                one.
+    def _mean(self, x: Array, offset: Array | None) -> Array:
+        with np.errstate(over="ignore"):  # far from the data a mean may be infinite
+            return summaries(self.draws_, x, offset, lambda predictor: np.exp(predictor[..., 0]).mean(0))
 
-        Returns:
-            The means over the posterior draws, shape ``(m,)``, and with ``return_std`` the standard deviations in the
-            same shape.
-        """
-        new = self._validated_new(X, offset)
-        with np.errstate(over="ignore", invalid="ignore"):  # far from the data a mean may be infinite
-            mean = summaries(self.draws_, *new, lambda predictor: np.exp(predictor[..., 0]).mean(0))
-            if not return_std:
-                return mean
-            spread = summaries(self.draws_, *new, lambda predictor: np.exp(predictor[..., 0]).var(0))
-            return mean, np.sqrt(mean + spread)
-
-    def _family(self) -> Family:
-        return "poisson"
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.positive_only = True
-        return tags
+    def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):
+            spread = summaries(self.draws_, x, offset, lambda predictor: np.exp(predictor[..., 0]).var(0))
+            found: Array = np.sqrt(mean + spread)
+            return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -12,13 +13,11 @@ from scipy.special import expit
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils import Tags, assert_all_finite
-from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
-from pyro_l0.selection.estimator import Array, RandomState, Rates, SpikeSlabEstimator, SpikeSlabRegression
+from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
-from pyro_l0.selection.problem import Family
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ __all__ = [
 ]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SpikeSlabCox(SpikeSlabEstimator):
     r"""Cox regression of survival times, some of them censored, with coefficients that are exactly zero or not.
 
@@ -64,68 +64,27 @@ class SpikeSlabCox(SpikeSlabEstimator):
         (array([2]), (3, 2))
     """
 
-    _parameter_constraints: ClassVar[dict[str, list[object]]] = {
-        **SpikeSlabEstimator._parameter_constraints,
-        "ties": [StrOptions({"breslow", "efron"})],
-    }
+    _is_positive = True
 
-    def __init__(
-        self,
-        *,
-        ties: str = "efron",
-        rate: Rates = None,
-        expected_size: float | None = None,
-        always_in_scale: float | None = None,
-        slab_scale: float | None = None,
-        standardize: bool = True,
-        method: str = "auto",
-        groups: ArrayLike | None = None,
-        random_state: RandomState = None,
-        verbose: bool = False,
-    ) -> None:
-        super().__init__(
-            rate=rate,
-            expected_size=expected_size,
-            always_in_scale=always_in_scale,
-            slab_scale=slab_scale,
-            standardize=standardize,
-            method=method,
-            groups=groups,
-            random_state=random_state,
-            verbose=verbose,
-        )
-        self.ties = ties
+    ties: str = "efron"
+    fit_intercept: bool = field(default=True, init=False)
 
     def fit(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> Self:  # type: ignore[override]  # noqa: N803
-        """Find the posterior of the coefficients.
+        """Find the posterior of the coefficients, as :meth:`SpikeSlabRegressor.fit` does.
 
         Args:
-            X: features, shape ``(n, p)``, as for the other estimators.
+            X: features, shape ``(n, p)``.
             y: a structured array of events and times, or times, shape ``(n,)``. Repeat rows instead of weights.
             offset: known part of the log risk, shape ``(n,)``.
-
-        Returns:
-            The estimator.
-
-        Raises:
-            ValueError: a parameter or the data are out of range, or all observations are censored.
-
-        Warns:
-            UserWarning, ConvergenceWarning: as the other estimators do.
         """
         return super().fit(X, y, None, offset)
 
     def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
-        """Predict the log risk: the posterior mean of X beta, less that at the means of the features.
+        """Predict the log risk, shape ``(m,)``: the posterior mean of X beta, less that at the means of the features.
 
-        Args:
-            X: features, shape ``(m, p)``.
-            offset: known part of the log risk, shape ``(m,)``; 0 by default, also after a fit with one.
-
-        Returns:
-            Shape ``(m,)``; larger where events come sooner.
+        It is larger where events come sooner. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
         """
-        return self._middle(X, offset)
+        return self._mean(*self._validated_new(X, offset))
 
     def predict_survival(self, X: ArrayLike, times: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
         """Predict the probability that the event has not happened, averaged over the posterior.
@@ -191,15 +150,8 @@ class SpikeSlabCox(SpikeSlabEstimator):
                 "Expected times that are not negative, and at least one event, but got a smallest time of "
                 f"{time.min():g} and {np.count_nonzero(event)} events; a field of type bool says where it happened."
             )
+        self._family = "efron" if self.ties == "efron" else "breslow"
         return found, np.copysign(time, event - 0.5)
-
-    def _family(self) -> Family:
-        return "efron" if self.ties == "efron" else "breslow"
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.required = tags.target_tags.positive_only = True
-        return tags
 
 
 def _times_and_events(y: ArrayLike) -> tuple[Any, NDArray[np.bool_]]:
@@ -235,6 +187,9 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         array([2])
     """
 
+    _family = "bernoulli"
+    _is_positive = True
+
     def fit(
         self,
         X: ArrayLike,  # noqa: N803
@@ -243,7 +198,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         offset: ArrayLike | None = None,
         trials: ArrayLike | None = None,
     ) -> Self:
-        """Find the posterior of the coefficients.
+        """Find the posterior of the coefficients, as :meth:`SpikeSlabRegressor.fit` does.
 
         Args:
             X: features, shape ``(n, p)``.
@@ -252,12 +207,6 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
             offset: known part of the log odds, shape ``(n,)``.
             trials: out of how many, shape ``(n,)`` or one number for all rows. By default 1; if some of y are above 1,
                 the largest of them, with a warning.
-
-        Returns:
-            The estimator.
-
-        Raises:
-            ValueError: a row has more successes than trials, or other data are out of range.
         """
         successes, total = _counted(y, trials)
         own = _check_sample_weight(sample_weight, successes, dtype=np.float64)
@@ -268,14 +217,9 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         return self
 
     def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
-        """Predict the share of successes: the probability of one, averaged over the posterior.
+        """Predict the share of successes, shape ``(m,)``: the probability of one, averaged over the posterior.
 
-        Args:
-            X: features, shape ``(m, p)``.
-            offset: known part of the log odds, shape ``(m,)``; 0 by default, also after a fit with one.
-
-        Returns:
-            Shape ``(m,)``; times the trials, they are the expected successes.
+        Times the trials, it is their expected number. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
         """
         new = self._validated_new(X, offset)
         return summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
@@ -292,14 +236,6 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         successes, total = _counted(y, trials)
         weight = total * _check_sample_weight(sample_weight, successes)
         return float(r2_score(_shares(successes, total), self.predict(X, offset), sample_weight=weight))
-
-    def _family(self) -> Family:
-        return "bernoulli"
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.positive_only = True
-        return tags
 
 
 def _shares(successes: Array, trials: Array) -> Array:
@@ -358,27 +294,15 @@ class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
         array([2])
     """
 
+    _family = "negative_binomial"
     dispersion_: float
 
-    def predict(
-        self,
-        X: ArrayLike,  # noqa: N803
-        return_std: bool = False,
-        offset: ArrayLike | None = None,
-    ) -> Array | tuple[Array, Array]:
-        """As :meth:`SpikeSlabPoissonRegressor.predict`, with more deviation of a new count."""
-        found = super().predict(X, return_std, offset)
-        if not return_std:
-            return found
-        mean, sd = found
+    def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
         alpha = self.draws_.learned["dispersion"][:, None]
         with np.errstate(over="ignore"):
-            new = self._validated_new(X, offset)
-            more = summaries(self.draws_, *new, lambda eta: (alpha * np.exp(2 * eta[..., 0])).mean(0))
-            return mean, np.sqrt(sd**2 + more)
-
-    def _family(self) -> Family:
-        return "negative_binomial"
+            more = summaries(self.draws_, x, offset, lambda eta: (alpha * np.exp(2 * eta[..., 0])).mean(0))
+            found: Array = np.sqrt(super()._deviation(x, offset, mean) ** 2 + more)
+            return found
 
 
 class SpikeSlabOrdinal(SpikeSlabClassifier):
@@ -413,20 +337,11 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
 
     thresholds_: Array
 
-    _as_coef = SpikeSlabEstimator._as_coef
-    _as_intercept = SpikeSlabEstimator._as_intercept
+    _has_outputs = False
     _rows = SpikeSlabEstimator._rows
 
     def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
-        """Probabilities of the classes, averaged over the posterior.
-
-        Args:
-            X: features, shape ``(m, p)``.
-            offset: known part of the linear predictors, shape ``(m,)``; 0 by default, also after a fit with one.
-
-        Returns:
-            Shape ``(m, classes)``, in the order of ``classes_``.
-        """
+        """As :meth:`SpikeSlabClassifier.predict_proba`, with an offset of shape ``(m,)`` for any number of classes."""
         new = self._validated_new(X, offset)
         cuts = self.draws_.learned["thresholds"][:, None]
         below = summaries(self.draws_, *new, lambda predictor: expit(cuts - predictor).mean(0))
@@ -434,6 +349,7 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, numbers = super()._validated(x, y)
+        self._family = "ordinal"
         dtype: Any = getattr(y, "dtype", None)
         if getattr(dtype, "ordered", False):
             order = dtype.categories.get_indexer(self.classes_).argsort()
@@ -447,15 +363,13 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
             )
         return found, numbers
 
-    def _family(self) -> Family:
-        return "ordinal"
-
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.poor_score = True  # of classes without an order, such as scikit-learn's blobs
         return tags
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SpikeSlabRobust(SpikeSlabRegression):
     r"""Linear regression with Student-t noise, with coefficients that are exactly zero or not.
 
@@ -485,51 +399,16 @@ class SpikeSlabRobust(SpikeSlabRegression):
         array([0, 3])
     """
 
-    degrees_of_freedom_: float
+    _family = "student"
 
-    def __init__(
-        self,
-        *,
-        degrees_of_freedom: float | None = None,
-        rate: Rates = None,
-        expected_size: float | None = None,
-        always_in_scale: float | None = None,
-        slab_scale: float | None = None,
-        standardize: bool = True,
-        fit_intercept: bool = True,
-        method: str = "auto",
-        groups: ArrayLike | None = None,
-        random_state: RandomState = None,
-        verbose: bool = False,
-    ) -> None:
-        super().__init__(
-            rate=rate,
-            expected_size=expected_size,
-            always_in_scale=always_in_scale,
-            slab_scale=slab_scale,
-            standardize=standardize,
-            fit_intercept=fit_intercept,
-            method=method,
-            groups=groups,
-            random_state=random_state,
-            verbose=verbose,
-        )
-        self.degrees_of_freedom = degrees_of_freedom
+    degrees_of_freedom: float | None = None
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
-        """Predict the middle of new observations; ``predict_quantiles`` has intervals, as their variance may not exist.
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # type: ignore[override]  # noqa: N803
+        """Posterior means of the middles of new observations, of shape ``(m,)``; their variance may not exist.
 
-        Args:
-            X: features, shape ``(m, p)``.
-            offset: known part of the middles, shape ``(m,)``; 0 by default, also after a fit with one.
-
-        Returns:
-            Posterior means of the middles, shape ``(m,)``.
+        Arguments are those of :meth:`SpikeSlabRegressor.predict`; ``predict_quantiles`` has intervals.
         """
-        return self._middle(X, offset)
-
-    def _family(self) -> Family:
-        return "student"
+        return self._mean(*self._validated_new(X, offset))
 
 
 class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
@@ -565,28 +444,8 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         (array([1]), (100, 3))
     """
 
-    def predict(
-        self,
-        X: ArrayLike,  # noqa: N803
-        return_std: bool = False,
-        offset: ArrayLike | None = None,
-    ) -> Array | tuple[Array, Array]:
-        """Predict the posterior means of new observations.
-
-        Args:
-            X: features, shape ``(m, p)``.
-            return_std: whether to return the standard deviations of a new observation, noise included, too.
-            offset: known part of the linear predictors, shape ``(m, K)``; 0 by default.
-
-        Returns:
-            The means, shape ``(m, K)``, and with ``return_std`` the standard deviations in the same shape.
-        """
-        x, known = self._validated_new(X, offset)
-        mean: Array = x @ self.coef_.T + self.intercept_ + (0.0 if known is None else known)
-        if not return_std:
-            return mean
-        variance = summaries(self.draws_, x, None, lambda predictors: predictors.var(0))
-        return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean(0))
+    _family = "multivariate"
+    _has_outputs = True
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
@@ -594,19 +453,10 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         self._responses = list(getattr(y, "columns", range(target.shape[1])))
         return found, target
 
-    def _as_coef(self, values: Array) -> Array:
-        return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)
-
-    def _as_intercept(self, values: Array) -> Array:
-        return values
-
     def _rows(self) -> pandas.Index:
         import pandas
 
         return pandas.MultiIndex.from_product([self._column_names(), self._responses], names=["feature", "response"])
-
-    def _family(self) -> Family:
-        return "multivariate"
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()

@@ -253,7 +253,7 @@ def test_held_out_log_score(kind):
 
     def score(model):
         predictors = linear_predictors(model.draws_, x[60:])
-        each = log_likelihood(model._family(), predictors, y[60:], model.draws_).reshape(2000, 500, -1).sum(2)
+        each = log_likelihood(model._family, predictors, y[60:], model.draws_).reshape(2000, 500, -1).sum(2)
         return (special.logsumexp(each, 0) - np.log(2000)).mean()
 
     gain = []
