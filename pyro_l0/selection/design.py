@@ -126,29 +126,15 @@ def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
         )
 
 
-# Units of the slabs of logits and of log means, for features of unit deviation.
-_SLAB_UNITS = {
-    "bernoulli": 2.0,
-    "categorical": 2.0,
-    "poisson": 1.0,
-    "negative_binomial": 1.0,
-    "ordinal": 2.0,
-    "multivariate": 1.0,
-    "breslow": 1.0,
-    "efron": 1.0,
-}
-# Whether observations are what a family takes, and what that is.
-_TAKES: dict[Family, tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]] = {
-    "gaussian": (np.isfinite, "finite numbers"),
-    "multivariate": (np.isfinite, "finite numbers"),
+# Units of the slabs of logits, for features of unit deviation; those of log means are 1.
+_SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "ordinal": 2.0}
+# Whether finite observations are what a family takes, and what that is, where not all are.
+_Takes = tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]
+_CLASSES: _Takes = (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0")
+_COUNTS: _Takes = (lambda y: y >= 0, "numbers that are not negative")
+_TAKES: dict[str, _Takes] = {
     "bernoulli": (lambda y: (y >= 0) & (y <= 1), "0 and 1, or shares between them"),
-    "categorical": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
-    "ordinal": (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0"),
-    "student": (np.isfinite, "finite numbers"),
-    "poisson": (lambda y: y >= 0, "numbers that are not negative"),
-    "negative_binomial": (lambda y: y >= 0, "numbers that are not negative"),
-    "breslow": (np.isfinite, "finite numbers"),
-    "efron": (np.isfinite, "finite numbers"),
+    **{"categorical": _CLASSES, "ordinal": _CLASSES, "poisson": _COUNTS, "negative_binomial": _COUNTS},
 }
 # Sizes whose squares, and products of some of these, are finite in float64 and not zero.
 _LEAST, _MOST = 1e-60, 1e60
@@ -397,7 +383,7 @@ def make_design(
         _rate(rate, expected_size, gates),
         slab_scale,
         noise_scale,
-        slab_unit=(size if is_scaled else _SLAB_UNITS[family]) / width,
+        slab_unit=(size if is_scaled else _SLAB_UNITS.get(family, 1.0)) / width,
         noise_unit=size,
         intercept_scale=intercept_scale,
         always_scale=always_in_scale or intercept_scale,
@@ -474,7 +460,7 @@ def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[n
         )
     if not np.isfinite(features.data if issparse(features) else features).all():
         raise ValueError("Expected X to be finite, but it holds NaN or infinity; impute or drop rows.")
-    takes, expected = _TAKES[family]
+    takes, expected = _TAKES.get(family, (np.isfinite, "finite numbers"))
     wrong = observations[~(takes(observations) & np.isfinite(observations))]
     if len(wrong):
         raise ValueError(f"Expected y of the family {family!r} to hold {expected}, but got {wrong[0]:g}.")
@@ -482,9 +468,7 @@ def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[n
 
 
 def _rate(
-    rate: float | tuple[float, float] | NDArray[np.float64] | None,
-    expected_size: float | None,
-    gates: NDArray[np.intp],
+    rate: float | tuple[float, float] | NDArray[np.float64] | None, expected_size: float | None, gates: NDArray[np.intp]
 ) -> float | tuple[float, float] | NDArray[np.float64]:
     """Of some gates; an array leaves them all to be learned, or none."""
     p = len(gates)

@@ -115,6 +115,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     _family: Family = field(init=False)  # distribution of y, known once it was validated
     _standard_error: Array | None = field(default=None, init=False)
     _is_in: NDArray[np.bool_] | None = field(default=None, init=False)  # which gates are always open
+    _outputs: tuple[str, Any] | None = field(default=None, init=False)  # kind and names of several linear predictors
     _takes_sparse = _is_positive = _has_outputs = False
 
     rate: Rates = None
@@ -129,11 +130,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     verbose: bool = False
 
     def fit(
-        self,
-        X: ArrayLike,  # noqa: N803
-        y: ArrayLike,
-        sample_weight: ArrayLike | None = None,
-        offset: ArrayLike | None = None,
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None
     ) -> Self:
         """Find the posterior of the coefficients.
 
@@ -255,7 +252,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             )
         return chosen
 
-    def transform(self, X: ArrayLike) -> Any:  # noqa: N803
+    def transform(self, X: ArrayLike) -> Any:
         """Reduce X to the selected features; a categorical one becomes the dummies of its levels.
 
         Args:
@@ -308,11 +305,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return {**found, **known, **draws.learned}
 
     def sample_y(
-        self,
-        X: ArrayLike,  # noqa: N803
-        n_samples: int = 1,
-        random_state: RandomState = 0,
-        offset: ArrayLike | None = None,
+        self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0, offset: ArrayLike | None = None
     ) -> NDArray[Any]:
         """Draw new observations from their posterior predictive distribution.
 
@@ -490,7 +483,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _rows(self) -> pandas.Index:
         import pandas
 
-        return pandas.Index(self._column_names(), name="feature")
+        names = self._column_names()
+        if self._outputs is None:
+            return pandas.Index(names, name="feature")
+        kind, outputs = self._outputs
+        return pandas.MultiIndex.from_product([names, outputs], names=["feature", kind])
 
     def _validated_features(self, x: ArrayLike) -> Array:
         check_is_fitted(self)
@@ -547,10 +544,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
     """An estimator whose observations are numbers, so that they have means and quantiles."""
 
     def predict(
-        self,
-        X: ArrayLike,  # noqa: N803
-        return_std: bool = False,
-        offset: ArrayLike | None = None,
+        self, X: ArrayLike, return_std: bool = False, offset: ArrayLike | None = None
     ) -> Array | tuple[Array, Array]:
         """Predict the posterior mean of new observations.
 
@@ -575,10 +569,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         return found
 
     def predict_quantiles(
-        self,
-        X: ArrayLike,  # noqa: N803
-        probs: float | Sequence[float] = (0.05, 0.5, 0.95),
-        offset: ArrayLike | None = None,
+        self, X: ArrayLike, probs: float | Sequence[float] = (0.05, 0.5, 0.95), offset: ArrayLike | None = None
     ) -> Array:
         """Quantiles of new observations, their noise included: two of them are the ends of an interval.
 

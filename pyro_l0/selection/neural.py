@@ -138,7 +138,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.max_steps = max_steps
         self.random_state = random_state
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Select features, and train the networks on them.
 
         Args:
@@ -166,7 +166,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.response_ = response
         return self
 
-    def predict(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Predict the mean of y, or the most probable class.
 
         Args:
@@ -181,7 +181,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return cast(NDArray[Any], self.classes_[softmax(outputs, -1).mean(0).argmax(1)])
 
     @available_if(_may_classify)  # type: ignore[untyped-decorator]
-    def predict_proba(self, X: ArrayLike) -> Array:  # noqa: N803
+    def predict_proba(self, X: ArrayLike) -> Array:
         """Probabilities of the classes, averaged over the networks.
 
         Args:
@@ -192,7 +192,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """
         return cast(Array, softmax(self._outputs(X), -1).mean(0))
 
-    def score(self, X: ArrayLike, y: ArrayLike) -> float:  # noqa: N803
+    def score(self, X: ArrayLike, y: ArrayLike) -> float:
         """R² of a regression's predictions, or accuracy (a fraction) of a classification's.
 
         Args:

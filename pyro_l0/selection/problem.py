@@ -88,18 +88,10 @@ class SelectionPosterior:
         return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error, is_exact)
 
 
-Family = Literal[
-    "gaussian",
-    "bernoulli",
-    "categorical",
-    "poisson",
-    "breslow",
-    "efron",
-    "negative_binomial",
-    "ordinal",
-    "student",
-    "multivariate",
-]
+Family = (
+    Literal["gaussian", "bernoulli", "categorical", "poisson"]
+    | Literal["breslow", "efron", "negative_binomial", "ordinal", "student", "multivariate"]
+)
 PARTIAL = ("breslow", "efron")  # those of a partial likelihood, which is no distribution of y and needs no intercept
 # Those with parameters of their own, whose posteriors come from exact chains alone.
 SAMPLED = ("negative_binomial", "ordinal", "student", "multivariate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,9 +18,6 @@ from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, 
 from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
 from pyro_l0.selection.summary_statistics import Observations, of_moments, of_z_scores
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
 
@@ -64,7 +61,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000
             features; ``"auto"`` enumerates up to 15 features, or 8 in families other than the Gaussian (9 up to 1,000
-            observations), and samples more.
+            observations), and samples more. Regressions with a dispersion, thresholds, Student-t noise or several
+            responses sample parameters, gates and coefficients together, without an approximation: ``method`` is then
+            ``"auto"`` or ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
         groups: the group of each feature, shape ``(p,)``: whole numbers from 0 on. A group has one gate, which opens or
             closes all of its coefficients. None: each feature, and each categorical column, is one.
         random_state: an int makes fits reproducible; None takes fresh random numbers. Neither changes numpy's global
@@ -110,12 +109,12 @@ class SpikeSlabRegressor(SpikeSlabRegression):
     @classmethod
     def from_moments(
         cls,
-        XtX: ArrayLike,  # noqa: N803
-        Xty: ArrayLike,  # noqa: N803
+        XtX: ArrayLike,
+        Xty: ArrayLike,
         yty: float,
         n: float,
         *,
-        X_mean: ArrayLike | None = None,  # noqa: N803
+        X_mean: ArrayLike | None = None,
         y_mean: float | None = None,
         **parameters: Any,
     ) -> Self:
@@ -149,7 +148,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         return cls(**parameters)._fit_summary(of_moments(XtX, Xty, yty, n), n, X_mean, y_mean)
 
     @classmethod
-    def from_z_scores(cls, z: ArrayLike, R: ArrayLike, n: float, **parameters: Any) -> Self:  # noqa: N803
+    def from_z_scores(cls, z: ArrayLike, R: ArrayLike, n: float, **parameters: Any) -> Self:
         """Fit to z-scores of regressions on one feature each and the features' correlations, as in genetics.
 
         The posterior is that of standardised features and y, so coefficients are in standard deviations of y for one of
@@ -232,7 +231,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     _has_outputs = True
 
-    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
+    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
         """Probabilities of the classes, averaged over the posterior.
 
         Args:
@@ -249,7 +248,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         second = summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
         return np.stack([1 - second, second], axis=1)
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> NDArray[np.generic]:  # noqa: N803
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> NDArray[np.generic]:
         """Predict the most probable class of new observations.
 
         Args:
@@ -264,11 +263,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         return labels
 
     def sample_y(
-        self,
-        X: ArrayLike,  # noqa: N803
-        n_samples: int = 1,
-        random_state: RandomState = 0,
-        offset: ArrayLike | None = None,
+        self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0, offset: ArrayLike | None = None
     ) -> NDArray[np.generic]:
         """Draw labels of new observations; arguments and shape are those of the regressors' ``sample_y``."""
         numbers = super().sample_y(X, n_samples, random_state, offset)
@@ -284,7 +279,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
                 "This solver needs samples of at least 2 classes in the data, but the data contains only one class: "
                 f"{self.classes_.tolist()[0]!r}"
             )
-        self._family = "bernoulli" if len(self.classes_) == 2 else "categorical"
+        is_binary = len(self.classes_) == 2
+        self._family, self._outputs = ("bernoulli", None) if is_binary else ("categorical", ("class", self.classes_))
         return np.array(found), numbers.astype(np.float64)
 
     def _warn_of_separation(self) -> None:
@@ -305,13 +301,6 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
                 "probabilities of three or more classes .1 off. Set a smaller slab_scale, such as 2.",
                 stacklevel=3,
             )
-
-    def _rows(self) -> pandas.Index:
-        import pandas
-
-        if len(self.classes_) == 2:
-            return super()._rows()
-        return pandas.MultiIndex.from_product([self._column_names(), self.classes_], names=["feature", "class"])
 
 
 class SpikeSlabPoissonRegressor(SpikeSlabRegression):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegr
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = [
     "SpikeSlabBinomialRegressor",
@@ -69,7 +66,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
     ties: str = "efron"
     fit_intercept: bool = field(default=True, init=False)
 
-    def fit(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> Self:  # type: ignore[override]  # noqa: N803
+    def fit(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> Self:  # type: ignore[override]
         """Find the posterior of the coefficients, as :meth:`SpikeSlabRegressor.fit` does.
 
         Args:
@@ -79,14 +76,14 @@ class SpikeSlabCox(SpikeSlabEstimator):
         """
         return super().fit(X, y, None, offset)
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
         """Predict the log risk, shape ``(m,)``: the posterior mean of X beta, less that at the means of the features.
 
         It is larger where events come sooner. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
         """
         return self._mean(*self._validated_new(X, offset))
 
-    def predict_survival(self, X: ArrayLike, times: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
+    def predict_survival(self, X: ArrayLike, times: ArrayLike, offset: ArrayLike | None = None) -> Array:
         """Predict the probability that the event has not happened, averaged over the posterior.
 
         The cumulative hazard is Breslow's estimate, or Efron's with his ties, at each draw of the coefficients. After
@@ -115,7 +112,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
                 total += np.exp(-np.exp(linear_predictors(draws, *new) + np.log(cumulative)[:, None])).sum(0)
         return total / len(self.draws_.rate)
 
-    def score(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> float:  # noqa: N803
+    def score(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> float:
         """Harrell's concordance: how often the one of two whose event came first has the larger predicted risk.
 
         Args:
@@ -138,7 +135,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
             raise ValueError("Expected an event before another observation's time, but there is none; pass more rows.")
         return right / pairs
 
-    def sample_y(self, X: ArrayLike) -> NDArray[Any]:  # type: ignore[override]  # noqa: N803
+    def sample_y(self, X: ArrayLike) -> NDArray[Any]:  # type: ignore[override]
         """Refuses: the partial likelihood says nothing on the times themselves."""
         raise NotImplementedError("Expected a distribution of y, but Cox's model has none; use predict_survival.")
 
@@ -192,7 +189,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
 
     def fit(
         self,
-        X: ArrayLike,  # noqa: N803
+        X: ArrayLike,
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
@@ -216,7 +213,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         self.log_evidence_ += float(own @ log_choices(successes, total))
         return self
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
         """Predict the share of successes, shape ``(m,)``: the probability of one, averaged over the posterior.
 
         Times the trials, it is their expected number. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
@@ -226,7 +223,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
 
     def score(
         self,
-        X: ArrayLike,  # noqa: N803
+        X: ArrayLike,
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
@@ -277,9 +274,6 @@ class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
     what multiplies the mean from one observation to the next, is half-normal with scale 1. As :math:`\alpha` goes to 0
     the counts are Poisson. All other priors are those of :class:`SpikeSlabPoissonRegressor`.
 
-    Gates, coefficients and dispersion are sampled together, without an approximation: ``method`` is ``"auto"`` or
-    ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
-
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale, and with one attribute
     more.
 
@@ -315,9 +309,6 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
     Labels are ordered as numbers are, or as a pandas Series of ordered categories says; text without such an order is
     taken in that of the alphabet, with a warning.
 
-    Gates, coefficients and thresholds are sampled together, without an approximation: ``method`` is ``"auto"`` or
-    ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
-
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale, and with two more
     attributes.
 
@@ -338,9 +329,8 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
     thresholds_: Array
 
     _has_outputs = False
-    _rows = SpikeSlabEstimator._rows
 
-    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # noqa: N803
+    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
         """As :meth:`SpikeSlabClassifier.predict_proba`, with an offset of shape ``(m,)`` for any number of classes."""
         new = self._validated_new(X, offset)
         cuts = self.draws_.learned["thresholds"][:, None]
@@ -349,7 +339,7 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, numbers = super()._validated(x, y)
-        self._family = "ordinal"
+        self._family, self._outputs = "ordinal", None
         dtype: Any = getattr(y, "dtype", None)
         if getattr(dtype, "ordered", False):
             order = dtype.categories.get_indexer(self.classes_).argsort()
@@ -379,9 +369,6 @@ class SpikeSlabRobust(SpikeSlabRegression):
     median, which a few wild observations do not change: it is the scale of the half-Cauchy prior and of the half-normal
     one of an unknown slab scale, and a tenth of the deviation of the normal one of the intercept around that median.
 
-    Gates, coefficients and noise are sampled together, without an approximation: ``method`` is ``"auto"`` or
-    ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
-
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, with these instead of its noise scale.
 
     Args:
@@ -403,7 +390,7 @@ class SpikeSlabRobust(SpikeSlabRegression):
 
     degrees_of_freedom: float | None = None
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # type: ignore[override]  # noqa: N803
+    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # type: ignore[override]
         """Posterior means of the middles of new observations, of shape ``(m,)``; their variance may not exist.
 
         Arguments are those of :meth:`SpikeSlabRegressor.predict`; ``predict_quantiles`` has intervals.
@@ -422,9 +409,6 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
     divided by their standard deviations first, so that one slab scale suits all: it is in deviations of a response, and
     half-normal with scale 1 if it is learned. An intercept is normal around the mean of its response, with ten of these
     deviations; noise scales are half-Cauchy with one of them.
-
-    Gates, coefficients and noise scales are sampled together, without an approximation: ``method`` is ``"auto"`` or
-    ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
 
     A y of shape ``(n,)`` is one response, K = 1. Parameters and attributes are those of :class:`SpikeSlabRegressor`;
     ``noise_scale`` is always learned, and these attributes differ.
@@ -450,13 +434,8 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
         target = np.array(target, dtype=np.float64).reshape(len(target), -1)
-        self._responses = list(getattr(y, "columns", range(target.shape[1])))
+        self._outputs = "response", list(getattr(y, "columns", range(target.shape[1])))
         return found, target
-
-    def _rows(self) -> pandas.Index:
-        import pandas
-
-        return pandas.MultiIndex.from_product([self._column_names(), self._responses], names=["feature", "response"])
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()

@@ -19,7 +19,7 @@ _LEFT_OUT = 1e-10
 
 
 def exact_posterior(
-    X: ArrayLike,  # noqa: N803
+    X: ArrayLike,
     y: ArrayLike,
     *,
     family: Family = "gaussian",

@@ -114,7 +114,6 @@ class IndependentLikelihood(Likelihood):
     """One that adds over observations."""
 
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         slope, weights = self.derivatives(eta)
         s, m, _ = columns.shape
         outputs = eta.shape[2]
@@ -126,7 +125,6 @@ class IndependentLikelihood(Likelihood):
         return slope, curvature
 
     def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         rows = columns.mT[:, None, None]
         by_output = covariance.movedim((2, 4), (1, 2))
         return self._trace_slope(eta, ((rows @ by_output) * rows).sum(4).movedim(3, 1))
@@ -231,7 +229,6 @@ class CoxLikelihood(Likelihood):
         self._parts = [(end, 1 - share), (end - ties, share)][: 1 + bool(share.any())]
 
     def value(self, eta: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         return (self._event * eta[..., self._order, 0]).sum(-1) - self.log_totals(eta).sum(-1)
 
     def log_totals(self, eta: Tensor) -> Tensor:
@@ -241,21 +238,18 @@ class CoxLikelihood(Likelihood):
         return totals
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         risk = self._at_risk(eta)
         weights = self._summed(risk, torch.ones_like(risk[1]))[:, 0]
         slope = self._event - weights
         return slope[:, self._inverse, None], weights[:, self._inverse, None, None]
 
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         slope, weights = self.derivatives(eta)
         means = self._averages(self._at_risk(eta), columns[:, :, self._order])
         curvature = (columns * weights[:, None, :, 0, 0]) @ columns.mT - means @ means.mT
         return slope, curvature[:, :, None, :, None]
 
     def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         risk = self._at_risk(eta)
         rows = torch.linalg.cholesky(covariance[:, :, 0, :, 0]).mT @ columns[:, :, self._order]
         square = rows.square().sum(1, keepdim=True)
@@ -319,34 +313,25 @@ class ShiftedLikelihood(Likelihood):
         self.theta, self.reach = likelihood.theta, likelihood.reach
 
     def value(self, eta: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         return self._likelihood.value(eta + self._offset)
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         return self._likelihood.derivatives(eta + self._offset)
 
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         return self._likelihood.second_order(columns, eta + self._offset)
 
     def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         return self._likelihood.trace_slope(columns, eta + self._offset, covariance)
 
     def log_prior(self) -> Tensor:
-        """See :class:`Likelihood`."""
         return self._likelihood.log_prior()
 
     def named(self) -> dict[str, Tensor]:
-        """See :class:`Likelihood`."""
         return self._likelihood.named()
 
     def at(self, theta: Tensor) -> Self:
-        """See :class:`Likelihood`."""
-        found = super().at(theta)
-        found._likelihood = self._likelihood.at(theta)
-        return found
+        return type(self)(self._likelihood.at(theta), self._offset)
 
 
 class NegativeBinomialLikelihood(IndependentLikelihood):
