@@ -477,7 +477,7 @@ class ScaleWalk(Target):
     def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
         """See ``Target``; moves the chains that ``logits`` saw last."""
         values = z if self.columns is None else self.columns.open.to(z)
-        rates = Rates.of(tried, values, logits)
+        rates = self._rates(tried, values, logits)
         self._flips += 1
         if not self._unknown or self._flips % self._every:
             return logits, rates
@@ -487,7 +487,7 @@ class ScaleWalk(Target):
         theta = self.hyper.clone()
         theta[:, self._unknown[which]] += length * torch.randn(len(z), generator=generator).to(z)
         new_logits, log_joint = self._at(theta, z)
-        new_rates = Rates.of(tried, values, new_logits)
+        new_rates = self._rates(tried, values, new_logits)
         log_ratio = log_joint + new_rates.log_total - self._log_joint - rates.log_total
         accept = torch.rand(len(z), generator=generator).to(z).log() < log_ratio
         self.hyper = torch.where(accept[:, None], theta, self.hyper)
@@ -497,6 +497,16 @@ class ScaleWalk(Target):
         relative = torch.where(accept[:, None], new_rates.relative, rates.relative)
         rates = Rates(relative, torch.where(accept, new_rates.log_total, rates.log_total))
         return torch.where(accept[:, None], new_logits, logits), rates
+
+    def _rates(self, tried: Tensor, z: Tensor, logits: Tensor) -> Rates:
+        """With subsets, a gate is also tried by its probability given the others, as by Zanella and Roberts (2019).
+
+        That does not depend on the gate itself, so flips stay reversible. It closes an open gate as often if its
+        running probability is low: near-copies share theirs, and exchange when one of them closes.
+        """
+        if self.columns is not None:
+            tried = tried + 0.5 * self.columns.times * torch.sigmoid(logits)
+        return Rates.of(tried, z, logits)
 
     def _at(self, theta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """Log odds of the gates, and log p(y, theta | z)."""
