@@ -232,9 +232,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         if not 0 <= fdr <= 1:
             raise ValueError(f"Expected fdr to be between 0 and 1, but got {fdr!r}.")
-        pips = (
-            self.pip_ if self._standard_error is None else np.where(self._standard_error > MOST_ERROR, 0.0, self.pip_)
-        )
+        error = 0.0 if self._standard_error is None else self._standard_error
+        pips = np.where(np.greater(error, MOST_ERROR), 0.0, self.pip_)
         is_in = np.zeros(len(pips), dtype=bool) if self._is_in is None else self._is_in
         order = np.argsort(-pips, kind="stable")
         order = order[~is_in[order]]
@@ -316,13 +315,15 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             offset: known part of the linear predictors, as for predictions.
 
         Returns:
-            The observations, shape ``(m, n_samples)``.
+            The observations, or labels of their classes, shape ``(m, n_samples)``; ``(m, K, n_samples)`` of several
+            responses.
         """
         new = self._validated_new(X, offset)
         expect_count(1, n_samples=n_samples)
         rng = np.random.default_rng(seed_of(random_state))
         draws = rows_of(self.draws_, rng.integers(len(self.draws_.rate), size=n_samples))
-        return summaries(draws, *new, lambda eta: np.moveaxis(replicated(self._family, eta, draws, rng), 0, -1))
+        found = summaries(draws, *new, lambda eta: np.moveaxis(replicated(self._family, eta, draws, rng), 0, -1))
+        return self.classes_[found.astype(np.intp)] if hasattr(self, "classes_") else found
 
     def interval(self, level: float = 0.9) -> Array:
         """Central intervals of the coefficients, atoms at zero included.
@@ -496,10 +497,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
                 "Expected the means of X and y to predict by, but the fit got none; give X_mean and y_mean to "
                 "from_moments."
             )
-        x = tabular(x)
         sparse = "csr" if self._takes_sparse else False
-        coded_x = coded(x, self._columns.levels)
-        found: Array = self._finite(coded_x, accept_sparse=sparse, reset=False)
+        found = self._finite(coded(tabular(x), self._columns.levels), accept_sparse=sparse, reset=False)
         return self._columns.dummies(found)
 
     def _mean(self, x: Array, offset: Array | None) -> Array:

@@ -14,7 +14,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator, SpikeSlabRegression
+from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
 from pyro_l0.selection.summary_statistics import Observations, of_moments, of_z_scores
@@ -249,25 +249,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         return np.stack([1 - second, second], axis=1)
 
     def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> NDArray[np.generic]:
-        """Predict the most probable class of new observations.
-
-        Args:
-            X: features, shape ``(m, p)``.
-            offset: as for ``predict_proba``.
-
-        Returns:
-            Labels, shape ``(m,)``.
-        """
-        likeliest = self.predict_proba(X, offset).argmax(1)
-        labels: NDArray[np.generic] = self.classes_[likeliest]
-        return labels
-
-    def sample_y(
-        self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0, offset: ArrayLike | None = None
-    ) -> NDArray[np.generic]:
-        """Draw labels of new observations; arguments and shape are those of the regressors' ``sample_y``."""
-        numbers = super().sample_y(X, n_samples, random_state, offset)
-        labels: NDArray[np.generic] = self.classes_[numbers.astype(np.intp)]
+        """Labels of the most probable classes, shape ``(m,)``; arguments are those of ``predict_proba``."""
+        labels: NDArray[np.generic] = self.classes_[self.predict_proba(X, offset).argmax(1)]
         return labels
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:

@@ -115,13 +115,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
     def score(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> float:
         """Harrell's concordance: how often the one of two whose event came first has the larger predicted risk.
 
-        Args:
-            X: features, shape ``(m, p)``.
-            y: events and times, as for ``fit``.
-            offset: as for ``predict``.
-
-        Returns:
-            Between 0 and 1; equal risks count one half.
+        Equal risks count one half. Observations are those of ``fit``, and offsets those of ``predict``.
         """
         risk = self.predict(X, offset)
         time, event = map(np.asarray, _times_and_events(y))
@@ -289,7 +283,6 @@ class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
     """
 
     _family = "negative_binomial"
-    dispersion_: float
 
     def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
         alpha = self.draws_.learned["dispersion"][:, None]
@@ -325,8 +318,6 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
         >>> model.select(), model.predict_proba(x).shape
         (array([1]), (150, 4))
     """
-
-    thresholds_: Array
 
     _has_outputs = False
 

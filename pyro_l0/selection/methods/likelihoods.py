@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from functools import reduce
 from typing import Self
 
@@ -471,12 +472,9 @@ class StudentLikelihood(IndependentLikelihood):
 
 def likelihood_of(problem: Problem) -> Likelihood:
     """The likelihood of a problem that is not Gaussian, by linear predictors without its offset."""
-    likelihood = _without_offset(problem)
-    return likelihood if problem.offset is None else ShiftedLikelihood(likelihood, problem.offset)
-
-
-def _without_offset(problem: Problem) -> Likelihood:
     y = problem.y
+    if problem.offset is not None:
+        return ShiftedLikelihood(likelihood_of(replace(problem, offset=None)), problem.offset)
     if problem.family in PARTIAL:
         return CoxLikelihood(y.abs(), ~y.signbit(), problem.family == "efron")
     weight = y.new_ones(len(y), 1) if problem.weight is None else problem.weight[:, None]
