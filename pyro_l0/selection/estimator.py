@@ -517,8 +517,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _selected_columns(self) -> NDArray[np.bool_]:
         """Which columns of the coefficients belong to selected features."""
-        mask: NDArray[np.bool_] = self._get_support_mask()[self._columns.feature_of]
-        return mask
+        return self._get_support_mask()[self._columns.feature_of]
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()

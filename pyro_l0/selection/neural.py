@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
@@ -57,6 +58,7 @@ def _may_classify(selector: NeuralFeatureSelector) -> bool:
     return selector.task != "regression"
 
 
+@dataclass(eq=False, repr=False)
 class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     r"""Selects the features that a neural network needs, and predicts from them alone.
 
@@ -121,22 +123,13 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         "random_state": ["random_state"],
     }
 
-    def __init__(
-        self,
-        net: Net = None,
-        n_features: int | None = None,
-        *,
-        task: Literal["auto", "regression", "classification"] = "auto",
-        cv: int = 3,
-        max_steps: int = 1200,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> None:
-        self.net = net
-        self.n_features = n_features
-        self.task = task
-        self.cv = cv
-        self.max_steps = max_steps
-        self.random_state = random_state
+    net: Net = None
+    n_features: int | None = None
+    _: KW_ONLY
+    task: Literal["auto", "regression", "classification"] = "auto"
+    cv: int = 3
+    max_steps: int = 1200
+    random_state: int | np.random.RandomState | None = None
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Select features, and train the networks on them.

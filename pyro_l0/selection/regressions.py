@@ -314,5 +314,4 @@ class SpikeSlabPoissonRegressor(SpikeSlabRegression):
     def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):
             spread = summaries(self.draws_, x, offset, lambda predictor: np.exp(predictor[..., 0]).var(0))
-            found: Array = np.sqrt(mean + spread)
-            return found
+            return np.sqrt(mean + spread)

@@ -288,8 +288,7 @@ class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
         alpha = self.draws_.learned["dispersion"][:, None]
         with np.errstate(over="ignore"):
             more = summaries(self.draws_, x, offset, lambda eta: (alpha * np.exp(2 * eta[..., 0])).mean(0))
-            found: Array = np.sqrt(super()._deviation(x, offset, mean) ** 2 + more)
-            return found
+            return np.sqrt(super()._deviation(x, offset, mean) ** 2 + more)
 
 
 class SpikeSlabOrdinal(SpikeSlabClassifier):

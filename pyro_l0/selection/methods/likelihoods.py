@@ -235,8 +235,7 @@ class CoxLikelihood(Likelihood):
     def log_totals(self, eta: Tensor) -> Tensor:
         """log S of each event, in the order of ``times``, shape ``(..., E)``."""
         below = F.pad(eta[..., self._order, 0].logcumsumexp(-1), (1, 0), value=-math.inf)
-        totals: Tensor = reduce(torch.logaddexp, (below[..., at] + share.log() for at, share in self._parts))
-        return totals
+        return reduce(torch.logaddexp, (below[..., at] + share.log() for at, share in self._parts))
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         risk = self._at_risk(eta)
@@ -395,8 +394,7 @@ class OrdinalLikelihood(IndependentLikelihood):
         each = F.logsigmoid(upper) + F.logsigmoid(-lower)
         # sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)), which is stable in both tails.
         between = (-(-self.theta[:, 1:].exp()).expm1()).log() @ self._counts[1:-1]
-        total: Tensor = (self._weight * each).sum((-2, -1)) + between
-        return total
+        return (self._weight * each).sum((-2, -1)) + between
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         lower, upper = self._odds(eta)
@@ -446,8 +444,7 @@ class StudentLikelihood(IndependentLikelihood):
         scale, degrees = self._parameters()
         constant = (0.5 * (degrees + 1)).lgamma() - (0.5 * degrees).lgamma() - 0.5 * (degrees * math.pi).log()
         of_ratio = 0.5 * (degrees + 1) * (((self._y - eta) / scale).square() / degrees).log1p()
-        total: Tensor = (self._weight * (constant - scale.log() - of_ratio)).sum((-2, -1))
-        return total
+        return (self._weight * (constant - scale.log() - of_ratio)).sum((-2, -1))
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         scale, degrees = self._parameters()
