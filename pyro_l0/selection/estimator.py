@@ -260,6 +260,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Returns:
             The selected features, shape ``(m, q)``: an array, or a data frame after ``set_output``.
         """
+        check_is_fitted(self)
         if not self._columns.levels or not self._get_support_mask().any():
             return super().transform(X)
         return self._validated_features(X)[:, self._selected_columns()]
@@ -581,11 +582,12 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         Returns:
             Shape ``(m, len(probs))``, or ``(m,)`` for one probability.
         """
+        new = self._validated_new(X, offset)
         rng = np.random.default_rng(0)
 
         def of_some(eta: Array) -> Array:
-            new = replicated(self._family, eta, self.draws_, rng)
-            found = np.quantile(new, probs, axis=0, method="inverted_cdf")
+            drawn = replicated(self._family, eta, self.draws_, rng)
+            found = np.quantile(drawn, probs, axis=0, method="inverted_cdf")
             return np.moveaxis(found, 0, -1) if np.ndim(probs) else found
 
-        return summaries(self.draws_, *self._validated_new(X, offset), of_some)
+        return summaries(self.draws_, *new, of_some)

@@ -250,7 +250,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> NDArray[np.generic]:
         """Labels of the most probable classes, shape ``(m,)``; arguments are those of ``predict_proba``."""
-        labels: NDArray[np.generic] = self.classes_[self.predict_proba(X, offset).argmax(1)]
+        likeliest = self.predict_proba(X, offset).argmax(1)  # first: it says so if the estimator is not fitted
+        labels: NDArray[np.generic] = self.classes_[likeliest]
         return labels
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:

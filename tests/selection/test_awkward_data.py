@@ -193,6 +193,15 @@ def test_before_a_fit(name):
         getattr(SpikeSlabRegressor(), name)()
 
 
+@pytest.mark.parametrize("kind", EVERY)
+def test_of_features_before_a_fit(kind):
+    """Said by every method that takes features, not by an attribute that is missing."""
+    for name in ("predict", "predict_proba", "predict_quantiles", "transform"):
+        if hasattr(kind, name):
+            with pytest.raises(NotFittedError):
+                getattr(kind(), name)(np.ones((3, 2)))
+
+
 @pytest.mark.parametrize("classes", [2, 3])
 def test_a_wide_slab_beside_separated_classes_is_warned_of(classes):
     """Where only the slab bounds the coefficients; not under a narrow one, nor where classes overlap."""
