@@ -93,7 +93,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     # The examples save networks, and draw by pyro_l0.plots.
     assert extras["examples"] - {"safetensors", "matplotlib"} <= imported("examples") <= core | extras["examples"]
     assert imported("tests") <= core.union(
-        *(extras[name] for name in ("examples", "export", "selection", "bench", "test"))
+        *(extras[name] for name in ("examples", "export", "selection", "bench", "rivals", "test"))
     )
 
 
