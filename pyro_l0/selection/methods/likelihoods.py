@@ -352,7 +352,7 @@ class NegativeBinomialLikelihood(IndependentLikelihood):
     def value(self, eta: Tensor) -> Tensor:
         u, size = self._odds(eta)
         counts, failures = self._counts, size[:, :, 0]
-        apart = (counts + failures).lgamma() - failures.lgamma() - (counts + 1).lgamma()
+        apart = _log_rising(failures, counts) - (counts + 1).lgamma()
         each = self._y * u - (self._y + size) * F.softplus(u)
         total: Tensor = (self._weight * each).sum((-2, -1)) + (apart * self._times).sum(1)
         return total
@@ -374,6 +374,16 @@ class NegativeBinomialLikelihood(IndependentLikelihood):
         """Log odds, and how many failures there are, shape ``(s, 1, 1)``."""
         theta = self.theta[:, :, None]
         return eta + theta, (-theta).exp()
+
+
+_STIRLING = 1e4  # beyond which his series has a relative error of 1e-15
+
+
+def _log_rising(x: Tensor, y: Tensor) -> Tensor:
+    """log(Gamma(x + y) / Gamma(x)); beyond some x by Stirling's series, as log gammas of 1e15 have an error of 2."""
+    large = x.clamp(min=_STIRLING)
+    series = (large - 0.5) * (y / large).log1p() + y * ((large + y).log() - 1) - y / (12 * large * (large + y))
+    return torch.where(x > _STIRLING, series, (x + y).lgamma() - x.lgamma())
 
 
 class OrdinalLikelihood(IndependentLikelihood):

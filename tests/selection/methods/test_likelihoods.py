@@ -137,7 +137,7 @@ def test_prior_of_the_dispersion():
     assert mass == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("size", [1e-18, 1e-15, 1e-9, 1.0, 1e9])
 def test_dispersions_of_all_sizes(size):
     """The log likelihood stays that of scipy where counts are Poisson, and where nearly all are zero."""
     given = problem("negative_binomial")
