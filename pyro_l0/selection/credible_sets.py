@@ -17,6 +17,7 @@ __all__ = ["CredibleSet", "credible_sets", "open_gates"]
 
 # A set grows from a feature that has at least this inclusion probability: less would make sets of the prior alone.
 _SEED = 0.05
+_SHOWN = 8  # members that a set's text names, the most probable ones
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class CredibleSet:
     names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        members = ", ".join(self.names or map(str, self.features))
-        return f"{{{members}}} (probability {self.probability:.3f}, purity {self.purity:.2f})"
+        members = self.names or tuple(map(str, self.features))
+        shown = [*members[:_SHOWN], f"{len(members) - _SHOWN} more"] if len(members) > _SHOWN + 1 else members
+        return f"{{{', '.join(shown)}}} (probability {self.probability:.3f}, purity {self.purity:.2f})"
 
 
 def credible_sets(

@@ -244,9 +244,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         shared = [found for found in self.credible_sets_ if len(found.features) > 1 and found.probability >= 1 - fdr]
         missed = [str(found) for found in shared if not np.isin(found.features, chosen).any()]
         if missed:
+            more = f" and of {len(missed) - 3} more sets" if len(missed) > 3 else ""
             warnings.warn(
-                f"Of {' and of '.join(missed)} some member has an effect, but none is selected, as no single one is "
-                "probable enough. Report the set, or leave out all of its features but one and fit again.",
+                f"Of {' and of '.join(missed[:3])}{more} some member has an effect, but none is selected, as no single "
+                "one is probable enough. Report the set, or leave out all of its features but one and fit again.",
                 stacklevel=2,
             )
         return chosen

@@ -38,6 +38,8 @@ def test_features_that_stand_for_each_other_are_a_set():
     assert found.purity == pytest.approx(correlation.min(), abs=1e-12)
     assert str(found) == f"{{a, b, c}} (probability 1.000, purity {found.purity:.2f})"
     assert str(CredibleSet((3, 1), 0.97, 0.8)) == "{3, 1} (probability 0.970, purity 0.80)"
+    assert str(CredibleSet(tuple(range(50)), 0.97, 0.8)).startswith("{0, 1, 2, 3, 4, 5, 6, 7, 42 more} ")
+    assert str(CredibleSet(tuple(range(9)), 0.97, 0.8)).startswith("{0, 1, 2, 3, 4, 5, 6, 7, 8} ")
 
 
 def test_two_effects_make_two_sets_without_shared_members():
