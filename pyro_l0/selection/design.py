@@ -67,7 +67,7 @@ def tabular(x: ArrayLike) -> ArrayLike:
         factors = {name for name, column in columns.items() if str(column.dtype).startswith(("Categorical", "Enum"))}
         frame = pandas.DataFrame({name: column.to_numpy() for name, column in columns.items()})
         return frame.astype(dict.fromkeys(factors, "category"))  # type: ignore[no-any-return]
-    if hasattr(x, "iloc"):
+    if hasattr(x, "isetitem"):
         sparse = [j for j, dtype in enumerate(frame.dtypes) if str(dtype).startswith("Sparse")]
         frame = frame.copy() if sparse else frame
         for j in sparse:
@@ -78,7 +78,7 @@ def tabular(x: ArrayLike) -> ArrayLike:
 def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
     """The levels that occur in each categorical column of a data frame, by position."""
     frame: Any = x
-    if not hasattr(x, "iloc"):
+    if not hasattr(x, "isetitem"):
         return {}
     return {
         j: frame.iloc[:, j].cat.remove_unused_categories().cat.categories
@@ -89,11 +89,11 @@ def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
 
 def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
     """A data frame with numbers instead of levels, NaN where one is missing; refuses other levels, and other text."""
-    if hasattr(x, "iloc"):
+    if hasattr(x, "isetitem"):
         _refuse_text(x, levels)
     if not levels:
         return x
-    if not hasattr(x, "iloc"):
+    if not hasattr(x, "isetitem"):
         raise TypeError(
             f"Expected a DataFrame, as some features are categorical, but got {type(x).__name__}; pass one with the "
             "columns of the fit."
@@ -289,6 +289,7 @@ def make_design(
     features, observations = _checked(x, y, family)
     is_sparse = issparse(features)
     gaussian, several = family == "gaussian", family == "multivariate"
+    has_noise = family in ("gaussian", "multivariate", "student")  # so that an offset is a shift of y
     number = float(len(observations)) if weight is None else float(weight.sum())
     if noise_scale is not None and not gaussian:
         raise ValueError(f"Expected no noise_scale for the family {family!r}, but got {noise_scale}; leave it out.")
@@ -305,7 +306,7 @@ def make_design(
     classes = max(outputs, int(observations.max()) + 1) if family in ("categorical", "ordinal") else 1
     outputs = classes if family == "categorical" else observations[0].size
     level = np.zeros(outputs)
-    if offset is not None and (gaussian or several):
+    if offset is not None and has_noise:
         observations = observations - offset.reshape(observations.shape)
     elif offset is not None and fit_intercept:
         level = -np.average(offset, axis=0, weights=weight)
@@ -401,7 +402,7 @@ def make_design(
         always=0 if gaussian else len(always),
         gate_of=None if len(gates) == len(gated) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
-        offset=None if gaussian or several or offset is None else torch.from_numpy(offset),
+        offset=None if has_noise or offset is None else torch.from_numpy(offset),
         observations=number - taken if gaussian else None,
         sparse=columns if isinstance(columns, SparseColumns) else None,
     )

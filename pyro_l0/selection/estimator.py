@@ -1,7 +1,5 @@
 """What the estimators share: parameters, fitting, selection, draws and summaries."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,6 +30,10 @@ if TYPE_CHECKING:
     import pandas
 
 __all__ = ["SpikeSlabEstimator", "SpikeSlabRegression", "seed_of"]
+
+Array = NDArray[np.float64]
+RandomState = int | np.random.RandomState | None
+Rates = float | ArrayLike | Mapping[str | int, float] | None
 
 
 def _checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
@@ -69,10 +71,6 @@ def seed_of(random_state: int | np.random.RandomState | None) -> int:
         return int(np.random.default_rng().integers(2**31 - 1))
     return int(check_random_state(random_state).randint(2**31 - 1))
 
-
-Array = NDArray[np.float64]
-RandomState = int | np.random.RandomState | None
-Rates = float | ArrayLike | Mapping[str | int, float] | None
 
 _PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale", "degrees_of_freedom")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
@@ -114,7 +112,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     _family: Family = field(init=False)  # distribution of y, known once it was validated
     _standard_error: Array | None = field(default=None, init=False)
-    _is_in: NDArray[np.bool_] | None = field(default=None, init=False)  # which gates are always open
     _outputs: tuple[str, Any] | None = field(default=None, init=False)  # kind and names of several linear predictors
     _takes_sparse = _is_positive = _has_outputs = False
 
@@ -197,6 +194,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._data = _Data(x, target, weight, known)
         if not posterior.is_exact:
             self._warn_of_separation()
+        # Which gates are always open.
         self._is_in = np.isin(np.arange(len(self.pip_)), self._gate_of[design.always])
         self.credible_sets_: list[CredibleSet] = credible_sets(
             open_gates(self.draws_.coefficients, self._gate_of) & ~self._is_in,
@@ -234,13 +232,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"Expected fdr to be between 0 and 1, but got {fdr!r}.")
         error = 0.0 if self._standard_error is None else self._standard_error
         pips = np.where(np.greater(error, MOST_ERROR), 0.0, self.pip_)
-        is_in = np.zeros(len(pips), dtype=bool) if self._is_in is None else self._is_in
         order = np.argsort(-pips, kind="stable")
-        order = order[~is_in[order]]
+        order = order[~self._is_in[order]]
         false = np.cumsum(1 - pips[order]) / np.arange(1, len(order) + 1)
         # The means increase with the size of the set, as 1 - PIP does.
         size = min(np.searchsorted(false, fdr, side="right"), np.count_nonzero(pips[order] > 0.5))
-        chosen = np.sort(np.concatenate([order[:size], np.flatnonzero(is_in)]))
+        chosen = np.sort(np.concatenate([order[:size], np.flatnonzero(self._is_in)]))
         shared = [found for found in self.credible_sets_ if len(found.features) > 1 and found.probability >= 1 - fdr]
         missed = [str(found) for found in shared if not np.isin(found.features, chosen).any()]
         if missed:
@@ -342,7 +339,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         ends = quantiles(self.draws_.coefficients, ((1 - level) / 2, (1 + level) / 2))
         return np.moveaxis(self._as_coef(ends), 0, -1)
 
-    def summary(self) -> pandas.DataFrame:
+    def summary(self) -> "pandas.DataFrame":
         """A table with a row for each coefficient: of each feature, level of a categorical one, and class of several.
 
         Its columns are the inclusion probability and the coefficient's mean, standard deviation, 5 % and 95 %
@@ -359,7 +356,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         group = {} if self.groups is None else {"group": gate_of}
         return pandas.DataFrame({**group, "PIP": self.pip_[gate_of], **columns}, index=rows)
 
-    def to_arviz(self) -> arviz.InferenceData:
+    def to_arviz(self) -> "arviz.InferenceData":
         """Convert the fit to arviz's ``InferenceData``, with the data that it was fitted to.
 
         Its posterior has the gates ``z``, the coefficients ``coef``, the intercept, the scales and the rate, as in
@@ -483,7 +480,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Intercepts of draws, shape ``(N, K)``, in the shape ``(N, *intercept_.shape)``."""
         return values if self._has_outputs else values[:, 0]
 
-    def _rows(self) -> pandas.Index:
+    def _rows(self) -> "pandas.Index":
         import pandas
 
         names = self._column_names()

@@ -187,7 +187,7 @@ class Problem:
         weight: how many observations each row stands for, shape ``(n,)``; None if it is one. Rows of a Gaussian
             regression were multiplied by its square root.
         offset: known part of the linear predictors, shape ``(n, K)``; None if there is none. It was subtracted from y
-            of a Gaussian regression.
+            of a family with noise.
         observations: number of observations of a Gaussian regression, less one for a flat intercept; None if it is the
             number of rows.
         sparse: the features of a Gaussian regression that are sparse; ``x`` then has a shape and no values.

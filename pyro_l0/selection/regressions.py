@@ -17,9 +17,9 @@ from sklearn.utils.validation import column_or_1d
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
-from pyro_l0.selection.summary_statistics import Observations, of_moments, of_z_scores
+from pyro_l0.selection.summary_statistics import Observations, checked_means, of_moments, of_z_scores
 
-__all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
+__all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor", "warn_of_separation"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -184,7 +184,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
                 "Expected X_mean and y_mean both or neither, and neither without an intercept, but got "
                 f"{x_mean!r} and {y_mean!r}."
             )
-        x: Any = rows.x if x_mean is None else rows.x + np.asarray(x_mean, dtype=np.float64)
+        x: Any = rows.x if x_mean is None else rows.x + checked_means(x_mean, rows)
         if rows.names is not None:
             import pandas
 
@@ -269,22 +269,27 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     def _warn_of_separation(self) -> None:
         x, y, _, offset, _ = self._data
-        odds = x @ self.coef_.T + self.intercept_ + (0.0 if offset is None else offset)
-        odds = odds if len(self.classes_) > 2 else np.hstack([np.zeros_like(odds), odds])
-        classes = np.unique(y).astype(int)  # those of which a row has a weight
-        # Log odds of each observation's own class against the others.
-        against = {own: odds[y == own][:, [own]] - odds[y == own] for own in classes}
-        largest = max(np.delete(against[own], own, 1).min(1).max() for own in classes)
-        # A gap between any two classes, wherever it is: the means of the intercepts have the noise of draws.
-        pairs = combinations(classes, 2)
-        is_separated = all(against[one][:, other].min() + against[other][:, one].min() > 0 for one, other in pairs)
-        if is_separated and largest > _WIDE:
-            warnings.warn(
-                f"The coefficients separate the classes, with log odds of up to {largest:.0f}: only the slab bounds "
-                "them, and by Laplace's approximation their means may be a fifth too large, and inclusion "
-                "probabilities of three or more classes .1 off. Set a smaller slab_scale, such as 2.",
-                stacklevel=3,
-            )
+        warn_of_separation(self._mean(x, offset), y)
+
+
+def warn_of_separation(odds: Array, y: Array) -> None:
+    """Say that Laplace's approximation is off, if linear predictors, shape ``(n,)`` or ``(n, K)``, separate classes."""
+    odds = odds.reshape(len(y), -1)
+    odds = odds if odds.shape[1] > 1 else np.hstack([np.zeros_like(odds), odds])
+    classes = np.unique(y).astype(int)  # those of which a row has a weight
+    # Log odds of each observation's own class against the others.
+    against = {own: odds[y == own][:, [own]] - odds[y == own] for own in classes}
+    largest = max(np.delete(against[own], own, 1).min(1).max() for own in classes)
+    # A gap between any two classes, wherever it is: the means of the intercepts have the noise of draws.
+    pairs = combinations(classes, 2)
+    is_separated = all(against[one][:, other].min() + against[other][:, one].min() > 0 for one, other in pairs)
+    if is_separated and largest > _WIDE:
+        warnings.warn(
+            f"The coefficients separate the classes, with log odds of up to {largest:.0f}: only the slab bounds them, "
+            "and by Laplace's approximation their means may be a fifth too large, and inclusion probabilities of three "
+            "or more classes .1 off. Set a smaller slab_scale, such as 2.",
+            stacklevel=4,
+        )
 
 
 class SpikeSlabPoissonRegressor(SpikeSlabRegression):

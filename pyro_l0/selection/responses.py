@@ -18,7 +18,7 @@ from sklearn.utils.validation import _check_sample_weight, _check_y, check_consi
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
-from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
+from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, warn_of_separation
 
 __all__ = [
     "SpikeSlabBinomialRegressor",
@@ -102,7 +102,8 @@ class SpikeSlabCox(SpikeSlabEstimator):
         if at.ndim != 1 or np.isnan(at).any():
             raise ValueError(f"Expected times of shape (T,) without NaN, but got {times!r}; pass a list of numbers.")
         old, y, _, known, _ = self._data
-        likelihood = CoxLikelihood(torch.from_numpy(np.abs(y)), torch.from_numpy(~np.signbit(y)), self.ties == "efron")
+        time, event = torch.from_numpy(np.abs(y)), torch.from_numpy(~np.signbit(y))
+        likelihood = CoxLikelihood(time, event, self._family == "efron")
         before = np.searchsorted(likelihood.times.numpy()[::-1], at, side="right")
         total = np.zeros((len(new[0]), len(at)))
         for draws in parts_of(self.draws_, max(len(y), total.size)):
@@ -227,6 +228,11 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         successes, total = _counted(y, trials)
         weight = total * _check_sample_weight(sample_weight, successes)
         return float(r2_score(_shares(successes, total), self.predict(X, offset), sample_weight=weight))
+
+    def _warn_of_separation(self) -> None:
+        x, shares, _, offset, _ = self._data
+        if np.array_equal(np.unique(shares), [0.0, 1.0]):
+            warn_of_separation(self._mean(x, offset), shares)
 
 
 def _shares(successes: Array, trials: Array) -> Array:

@@ -12,7 +12,7 @@ from sklearn.utils import check_array
 
 from pyro_l0.expect import expect
 
-__all__ = ["Observations", "of_moments", "of_z_scores"]
+__all__ = ["Observations", "checked_means", "of_moments", "of_z_scores"]
 
 Array = NDArray[np.float64]
 
@@ -94,6 +94,15 @@ def of_moments(square_x: ArrayLike, crossed: ArrayLike, square_y: float, n: floa
     return Observations(x, y * np.sqrt(square_y / n), names)
 
 
+def checked_means(means: ArrayLike, rows: Observations) -> Array:
+    """Those of the features of observations, shape ``(p,)``."""
+    _refuse_another_order(means, rows.names, "XtX", "X_mean")
+    found = np.asarray(means, dtype=np.float64)
+    if found.shape != rows.x.shape[1:]:
+        raise ValueError(f"Expected X_mean of shape {rows.x.shape[1:]}, one for each feature, but got {found.shape}.")
+    return found
+
+
 def of_z_scores(z: ArrayLike, correlation: ArrayLike, n: float) -> Observations:
     """Standardised observations with given correlations and t statistics of regressions on single features.
 
@@ -121,7 +130,6 @@ def _aligned(
 ) -> tuple[Array, Array, list[Any] | None]:
     """A symmetric matrix and a vector of the same features, and the names of these if the matrix has any."""
     names = list(matrix.columns) if hasattr(matrix, "columns") else None
-    index = list(vector.index) if hasattr(vector, "iloc") else None
     square = check_array(matrix, dtype=np.float64, input_name=of_matrix)
     numbers = check_array(vector, dtype=np.float64, ensure_2d=False, input_name=of_vector)
     if numbers.ndim != 1 or square.shape != (len(numbers), len(numbers)):
@@ -131,14 +139,19 @@ def _aligned(
         )
     if np.abs(square - square.T).max() > _ROUNDING * np.abs(square).max():
         raise ValueError(f"Expected {of_matrix} to be symmetric, but it is not; fill in both triangles.")
+    _refuse_another_order(vector, names, of_matrix, of_vector)
+    if n <= 2:
+        raise ValueError(f"Expected n, the number of observations, to be above 2, but got {n!r}.")
+    return square, numbers, names
+
+
+def _refuse_another_order(vector: Any, names: list[Any] | None, of_matrix: str, of_vector: str) -> None:
+    index = list(vector.index) if hasattr(vector, "iloc") else None
     if names and index and names != index and set(names) == set(index):
         raise ValueError(
             f"Expected {of_vector} in the order of {of_matrix}, but its names are in another; reorder it by "
             f"{of_vector}[{of_matrix}.columns]."
         )
-    if n <= 2:
-        raise ValueError(f"Expected n, the number of observations, to be above 2, but got {n!r}.")
-    return square, numbers, names
 
 
 def _misfit(correlations: _Correlations, z: Array, n: float, names: list[Any] | None) -> float:

@@ -2,8 +2,10 @@
 
 import re
 import warnings
+from typing import get_type_hints
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_array
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
@@ -11,6 +13,7 @@ from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
 from pyro_l0.selection import (
+    SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
     SpikeSlabMultiTaskRegressor,
     SpikeSlabNegativeBinomial,
@@ -193,6 +196,18 @@ def test_before_a_fit(name):
         getattr(SpikeSlabRegressor(), name)()
 
 
+def test_one_column_alone_is_refused():
+    """By scikit-learn's words, also as a Series."""
+    with pytest.raises(ValueError, match="Expected a 2-dimensional container"):
+        SpikeSlabRegressor().fit(pd.Series([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_types_of_parameters_are_found(kind):
+    """By tools that read them, from the module of a subclass, too."""
+    assert {"rate", "groups"} <= get_type_hints(kind.__init__).keys()
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_of_features_before_a_fit(kind):
     """Said by every method that takes features, not by an attribute that is missing."""
@@ -211,6 +226,16 @@ def test_a_wide_slab_beside_separated_classes_is_warned_of(classes):
         SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, y)
     SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=1.0).fit(x, y)
     SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, np.roll(y, 1))
+
+
+def test_separated_successes_are_warned_of_too():
+    """As labels are, but not if some trials of one row differ."""
+    x = np.random.default_rng(1).normal(size=(30, 2))
+    y = np.where(x[:, 0] > 0, 3, 0)
+    model = SpikeSlabBinomialRegressor(random_state=0, rate=0.5, slab_scale=50.0)
+    with pytest.warns(UserWarning, match=r"separate the classes, .* Set a smaller slab_scale"):
+        model.fit(x, y, trials=3)
+    model.fit(x, np.where(np.arange(30) < 10, 1, y), trials=3)
 
 
 def test_separated_classes_are_not_warned_of_where_chains_are_exact(monkeypatch):

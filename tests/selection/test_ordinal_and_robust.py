@@ -72,6 +72,17 @@ def test_reversed_labels():
     np.testing.assert_allclose(other.thresholds_, -one.thresholds_[::-1], atol=0.1)
 
 
+def test_an_offset_of_numbers_is_a_shift(short):
+    """Also of the units of the priors, which a large offset would widen."""
+    x, y = data(SpikeSlabRobust)
+    offset = 50.0 * np.random.default_rng(0).normal(size=len(y))
+    one, other = (SpikeSlabRobust(random_state=0) for _ in range(2))
+    one.fit(x, y + offset, offset=offset)
+    other.fit(x, (y + offset) - offset)
+    for name in ("pip_", "coef_", "intercept_", "slab_scale_"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
 def test_middles_and_quantiles():
     """The mean of the middles; quantiles are those of draws with their noise."""
     x, _ = data(SpikeSlabRobust)

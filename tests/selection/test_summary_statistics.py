@@ -145,6 +145,16 @@ R = np.corrcoef(X.T)
         ((SQUARE, CROSSED, SQUARE_Y, N), {"X_mean": np.zeros(4)}, "Expected X_mean and y_mean both or neither"),
         (
             (SQUARE, CROSSED, SQUARE_Y, N),
+            {"X_mean": 0.5, "y_mean": 0.0},
+            "Expected X_mean of shape (4,), one for each feature, but got ().",
+        ),
+        (
+            (pd.DataFrame(SQUARE, columns=list("abcd")), CROSSED, SQUARE_Y, N),
+            {"X_mean": pd.Series(0.0, index=list("bacd")), "y_mean": 0.0},
+            "Expected X_mean in the order of XtX, but its names are in another; reorder it by X_mean[XtX.columns].",
+        ),
+        (
+            (SQUARE, CROSSED, SQUARE_Y, N),
             {"X_mean": np.zeros(4), "y_mean": 0.0, "fit_intercept": False},
             "and neither without an intercept",
         ),
