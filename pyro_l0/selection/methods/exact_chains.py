@@ -413,7 +413,7 @@ class JumpingChains(ExactChains):
         eta = self._eta - (along @ now[:, :, None]).view_as(self._eta)
         mode = torch.zeros_like(now)
         for _ in range(_NEWTON):
-            slope = self._likelihood.derivatives(eta + (along @ mode[:, :, None]).view_as(eta))[0].flatten(1)
+            slope = self._likelihood.slope(eta + (along @ mode[:, :, None]).view_as(eta)).flatten(1)
             of_prior = every.precision * (beta + (line @ mode[:, :, None])[:, :, 0])
             step = torch.cholesky_solve(along.mT @ slope[:, :, None] - line.mT @ of_prior[:, :, None], factor)
             length = self._likelihood.reach / (along @ step).abs().amax((1, 2), True)
@@ -453,7 +453,7 @@ class JumpingChains(ExactChains):
             return value - 0.5 * (every.precision * beta.square() + speed.square()).sum(1)
 
         def push() -> Tensor:
-            residual = self._likelihood.derivatives(eta)[0]
+            residual = self._likelihood.slope(eta)
             slope = (every.columns @ residual).flatten(1) - every.precision * beta
             pushed: Tensor = step * (spread.mT @ (slope * every.valid)[:, :, None])[:, :, 0]
             return pushed

@@ -49,6 +49,10 @@ class Likelihood(ABC):
         difference is positive semidefinite. Where it is not concave, they are their expectation.
         """
 
+    def slope(self, eta: Tensor) -> Tensor:
+        """The first result above, without a matrix of each observation."""
+        return self.derivatives(eta)[0]
+
     @abstractmethod
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
         """The slope, and minus the second derivatives by the coefficients of some features.
@@ -165,6 +169,9 @@ class CategoricalLikelihood(IndependentLikelihood):
     def value(self, eta: Tensor) -> Tensor:
         return eta.flatten(-2) @ self._hot.flatten() - _by_class(eta).logsumexp(0) @ self._weight[:, 0]
 
+    def slope(self, eta: Tensor) -> Tensor:
+        return self._hot - (self._weight[:, 0] * _by_class(eta).softmax(0)).movedim(0, 2)
+
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         prob = _by_class(eta).softmax(0)
         weighted = self._weight[:, 0] * prob
@@ -238,14 +245,17 @@ class CoxLikelihood(Likelihood):
         return reduce(torch.logaddexp, (below[..., at] + share.log() for at, share in self._parts))
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        risk = self._at_risk(eta)
+        return self._derivatives(self._at_risk(eta))
+
+    def _derivatives(self, risk: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         weights = self._summed(risk, torch.ones_like(risk[1]))[:, 0]
         slope = self._event - weights
         return slope[:, self._inverse, None], weights[:, self._inverse, None, None]
 
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        slope, weights = self.derivatives(eta)
-        means = self._averages(self._at_risk(eta), columns[:, :, self._order])
+        risk = self._at_risk(eta)
+        slope, weights = self._derivatives(risk)
+        means = self._averages(risk, columns[:, :, self._order])
         curvature = (columns * weights[:, None, :, 0, 0]) @ columns.mT - means @ means.mT
         return slope, curvature[:, :, None, :, None]
 
@@ -293,9 +303,14 @@ class NormalLikelihood(IndependentLikelihood):
         constant = self._weight.sum() * (self.theta + 0.5 * math.log(2 * math.pi))
         return -(0.5 * square * (-2 * self.theta).exp() + constant).sum(-1)
 
+    def slope(self, eta: Tensor) -> Tensor:
+        return self._precision() * (self._y - eta)
+
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        precision = self._weight * (-2 * self.theta[:, None]).exp()
-        return precision * (self._y - eta), torch.diag_embed(precision.expand_as(eta))
+        return self.slope(eta), torch.diag_embed(self._precision().expand_as(eta))
+
+    def _precision(self) -> Tensor:
+        return self._weight * (-2 * self.theta[:, None]).exp()
 
     def log_prior(self) -> Tensor:
         density = self._prior.log_noise(self.theta)
@@ -314,6 +329,9 @@ class ShiftedLikelihood(Likelihood):
 
     def value(self, eta: Tensor) -> Tensor:
         return self._likelihood.value(eta + self._offset)
+
+    def slope(self, eta: Tensor) -> Tensor:
+        return self._likelihood.slope(eta + self._offset)
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         return self._likelihood.derivatives(eta + self._offset)

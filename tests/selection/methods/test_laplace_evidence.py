@@ -83,6 +83,7 @@ def test_derivatives(family):
     expected = OBSERVED[family](eta).log_prob(problem.y).sum(1)
     torch.testing.assert_close(likelihood.value(eta), expected)
     slope, weights = likelihood.derivatives(eta)
+    assert torch.equal(slope, likelihood.slope(eta))
     (by_autograd,) = torch.autograd.grad(expected.sum(), eta, create_graph=True)
     torch.testing.assert_close(slope, by_autograd)
     for k in range(problem.outputs):

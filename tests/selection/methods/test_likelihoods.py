@@ -111,6 +111,7 @@ def test_values_and_derivatives(family):
     torch.testing.assert_close(likelihood.value(eta.expand(2, -1, -1, -1)), value.expand(2, -1))
     np.testing.assert_allclose(likelihood.log_prior(), prior(theta.numpy()), rtol=1e-10)
     slope, curvature = likelihood.derivatives(eta)
+    assert torch.equal(slope, likelihood.slope(eta))
     (by_autograd,) = torch.autograd.grad(value.sum(), eta, create_graph=True)
     torch.testing.assert_close(slope, by_autograd)
     if family == "student":
