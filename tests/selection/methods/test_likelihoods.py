@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, special, stats
+from scipy import integrate, stats
 
-from pyro_l0.selection import SpikeSlabMultiTaskRegressor, SpikeSlabNegativeBinomial
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import JumpingChains
 from pyro_l0.selection.methods.likelihoods import likelihood_of
-from pyro_l0.selection.predictive import linear_predictors, log_likelihood
+from pyro_l0.selection.predictive import log_likelihood
 from pyro_l0.selection.problem import Draws, Prior, Problem
 from tests.maths.spike_and_slab import seeded
 from tests.selection.methods.by_importance import references
+from tests.selection.methods.closed_start import closed
 
 
 def negative_binomial(y, eta, theta):
@@ -192,7 +192,7 @@ def test_moves_of_the_parameters(family):
     """Of 4,000 chains with the same predictors, they end with the distribution that a grid finds."""
     given = problem(family, n=8)
     by_scipy, prior, _ = FAMILIES[family]
-    each = chains(given, 4000)
+    each = closed(JumpingChains, given, 4000)
     each._sweep()
     eta = 0.3 * torch.randn(8, given.outputs, generator=seeded(3), dtype=torch.float64)
     each._eta = eta.expand(4000, -1, -1)
@@ -209,14 +209,6 @@ def test_moves_of_the_parameters(family):
         own = density.sum(tuple({0, 1}.intersection(range(d)) - {k}))
         below = own.cumsum() - 0.5 * own
         assert stats.kstest(np.interp(drawn, grid, below / below[-1]), "uniform").pvalue > 1e-3
-
-
-def chains(given, size, seed=1):
-    """With closed gates at first."""
-    z = torch.zeros(size, given.gates, dtype=torch.bool)
-    beta = torch.zeros(size, (given.x.shape[1] + given.intercept) * given.outputs, dtype=torch.float64)
-    often = torch.ones(given.gates, dtype=torch.float64)
-    return JumpingChains(given, z, torch.zeros(size, dtype=torch.float64), beta, often, seeded(seed))
 
 
 @pytest.mark.slow
@@ -239,32 +231,9 @@ def test_posteriors_by_importance(family, seed, monkeypatch):
     pips, coefs, expected = references(
         given.x.numpy(), log_density, d, given.outputs, intercept=given.intercept, shown=learned
     )
-    found = chains(given, 64, seed).posterior(0.0, 4000, 0.0)
+    found = closed(JumpingChains, given, 64, seed).posterior(0.0, 4000, 0.0)
     np.testing.assert_allclose(found.active_probs, pips, atol=0.02)
     np.testing.assert_allclose(found.mean, coefs, atol=0.02)
     drawn = {**found.draws.learned, "noise_scale": found.draws.noise_scale}
     means = np.column_stack([drawn[name] for name in shown(np.zeros((1, d)))]).mean(0)
     np.testing.assert_allclose(means, expected, rtol=0.06, atol=0.03)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [SpikeSlabNegativeBinomial, SpikeSlabMultiTaskRegressor])
-def test_held_out_log_score(kind):
-    """Of three data sets with two effects of ten, better than that of all gates open, which has the same slabs."""
-
-    def score(model):
-        predictors = linear_predictors(model.draws_, x[60:])
-        each = log_likelihood(model._family, predictors, y[60:], model.draws_).reshape(2000, 500, -1).sum(2)
-        return (special.logsumexp(each, 0) - np.log(2000)).mean()
-
-    gain = []
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        x = rng.normal(size=(560, 10))
-        eta = 1 + 0.6 * x[:, 0] - 0.4 * x[:, 3]
-        y = rng.poisson(np.exp(eta) * rng.gamma(2.0, 0.5, size=560)).astype(float)
-        if kind is SpikeSlabMultiTaskRegressor:
-            y = eta[:, None] * [1.0, -0.5] + rng.normal(size=(560, 2))
-        sparse, full = (kind(rate=rate, random_state=0).fit(x[:60], y[:60]) for rate in (None, 1 - 1e-9))
-        gain.append(score(sparse) - score(full))
-    assert np.mean(gain) > 0.02, gain
