@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
@@ -273,7 +274,14 @@ class CoxLikelihood(Likelihood):
         """exp(eta) in order, shape ``(s, 1, n)``, and 1 / S, ``(s, 1, E)``, both relative to the largest exp(eta)."""
         top = eta.amax(1)
         relative = (eta[:, self._order, 0] - top).exp()
-        inverse = (top - self.log_totals(eta)).clamp(max=_LARGEST).exp()
+        above = top - self.log_totals(eta)
+        if bool((above > _LARGEST).any()):
+            warnings.warn(
+                f"Log risks differ by more than {_LARGEST:g}, where their derivatives are too small: the posterior may "
+                "be far off. The features order the events almost without exception; set a smaller slab_scale.",
+                stacklevel=1,  # one place, so that it is shown once
+            )
+        inverse = above.clamp(max=_LARGEST).exp()
         return relative[:, None], inverse[:, None]
 
     def _averages(self, risk: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
