@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.second_order import BATCH, Quadratic, quadratic_of
+from pyro_l0.maths.second_order import BATCH, Quadratic, open_positions, quadratic_of
 from pyro_l0.maths.tempered_gibbs import (
     GibbsRun,
     IndependentGates,
@@ -29,6 +29,8 @@ _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
 _START = 5.0
 _RARE = 1e-12  # least probability of a gate in the distribution that the evidence is bridged to
+_MANY = 20_000  # features beyond which chains are too short for near-copies
+_EXCHANGED = 1000  # draws that gates of near-copies are exchanged in
 _BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and rounds of the estimate
 
 
@@ -46,7 +48,7 @@ class Effort(NamedTuple):
             return Effort(64, 600, 2)
         if p <= 2000:
             return Effort(24, 600, 3)
-        return Effort(20, 1200, 3) if p <= 20_000 else Effort(12, 1000, 3)
+        return Effort(20, 1200, 3) if p <= _MANY else Effort(12, 1000, 3)
 
 
 def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Generator) -> GibbsRun:
@@ -56,6 +58,31 @@ def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Gener
     probs = probs * (_START / probs.sum()).clamp(max=1.0)
     z = torch.bernoulli(probs.expand(chains, -1), generator=generator)
     return sampled_target(walk, z, probs, flips=flips, warm_up=int(_WARM_UP * flips), generator=generator)
+
+
+def exchanged(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> GibbsRun:
+    """Draws of a run in which each open anchor, in turn, is exchanged for one of those that are closed, or for itself.
+
+    Which one is drawn given all other gates, so the draws remain those of the posterior. Among very many features a
+    chain is too short to exchange near-copies as often. Inclusion probabilities change by those of the exchanges.
+    """
+    picked = resampled(run.weights, _EXCHANGED, generator).sort().values
+    z, hyper, chain, anchors = run.gates[picked], run.hyper[picked], run.chain[picked], walk.anchors
+    change = torch.zeros_like(run.chain_active_probs[:, anchors])
+    for part in torch.arange(len(z)).split(16):
+        index, valid = open_positions(z[part][:, anchors])
+        for at, is_open in zip(index.T, valid.T, strict=True):
+            row, at = part[is_open], at[is_open]
+            z[row, anchors[at]] = False
+            logits = walk.anchor_logits(hyper[row], z[row].double()).masked_fill(z[row][:, anchors], -math.inf)
+            probs = logits.softmax(1)
+            change.index_put_((chain[row], at), change.new_tensor(-1.0), accumulate=True)
+            change.index_add_(0, chain[row], probs)
+            z[row, anchors[probs.multinomial(1, generator=generator)[:, 0]]] = True
+    counts = chain.bincount(minlength=len(change)).clamp(min=1)[:, None]
+    by_chain = run.chain_active_probs.index_add(1, anchors, change / counts).clamp(0, 1)
+    active_probs = run.active_probs.index_add(0, anchors, change.sum(0) / len(z)).clamp(0, 1)
+    return GibbsRun(active_probs, by_chain, z, torch.full((len(z),), 1 / len(z)).to(run.weights), chain, hyper)
 
 
 def rescaled(
@@ -328,6 +355,8 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     walk = _walk(problem, effort)
     run = sampled_walk(walk, problem.gates, effort.flips, generator)
     if problem.gate_of is None:
+        if problem.gates > _MANY:
+            run = exchanged(walk, run, generator)
         moments = _moments(walk, run, generator)
     else:
         z = run.gates[resampled(run.weights, _OF_GROUPS, generator)]

@@ -9,7 +9,7 @@ of the effects that a set holds; how many fits warned that their chains disagree
 memory.
 
 Designs take turns, data set by data set, and every fit appends a line to the file, from which the next call goes on.
---seeds N data sets of each design (50), of which blocks of 100,000 features have one each; --seconds ends the runs
+--seeds N data sets of each design (50), of which blocks of 100,000 features have ten; --seconds ends the runs
 after so many; --show prints the tables of what is there; --quick takes one data set of each design of 10,000 features.
 """
 
@@ -89,7 +89,7 @@ class Wide:
 
 
 INDEPENDENT = Wide(100_000, 1, 50)
-BLOCKS = [Wide(10_000, 5, 50), Wide(10_000, 50, 50), Wide(100_000, 5, 1), Wide(100_000, 50, 1)]
+BLOCKS = [Wide(10_000, 5, 50), Wide(10_000, 50, 50), Wide(100_000, 5, 10), Wide(100_000, 50, 10)]
 
 
 def show(records: list[dict[str, Any]]) -> None:

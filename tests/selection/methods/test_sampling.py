@@ -9,9 +9,11 @@ import torch
 import torch.distributions as dist
 
 from pyro_l0.maths import second_order
+from pyro_l0.maths.tempered_gibbs import GibbsRun
 from pyro_l0.selection.methods import sampling
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
-from pyro_l0.selection.methods.sampling import _moments, sampled_walk, tempered_posterior
+from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
+from pyro_l0.selection.methods.sampling import _moments, exchanged, sampled_walk, tempered_posterior
 from pyro_l0.selection.problem import Prior, Problem
 from tests.cases import first_by_default
 from tests.reference_posteriors import GaussianPosterior
@@ -103,9 +105,32 @@ def test_some_known(prior, sampled):
     assert_close(found, expected, *sampled)
 
 
+@torch.no_grad()
+def test_exchanged_gates(monkeypatch):
+    """Of one open gate, whichever it was: the others' probabilities and draws are what the evidence of each says."""
+    monkeypatch.setattr(sampling, "_EXCHANGED", 2000)
+    design = DESIGNS["near-duplicates"]
+    problem = Problem("gaussian", design.x, design.y, Prior(0.2, 0.5, 1.0))
+    each = torch.eye(problem.gates, dtype=torch.bool)
+    exact = torch.softmax(GaussianEvidence(problem).log_marginal(each), 0)
+    walk = sampling._walk(problem, sampling.Effort(2, 0, 1))
+    chain = torch.arange(2).repeat(100)
+    run = GibbsRun(
+        each[0].double(), each[:2].double(), each[chain], torch.full((200,), 1 / 200), chain, walk.hyper[chain]
+    )
+    found = exchanged(walk, run, torch.Generator().manual_seed(1))
+    assert ((exact > 0.02) & (exact < 0.98)).sum() > 1
+    torch.testing.assert_close(found.chain_active_probs, exact.expand(2, -1), atol=1e-9, rtol=0)
+    share = found.gates.double().mean(0)
+    assert (found.gates.sum(1) == 1).all()
+    assert ((share - exact).abs() < 5 * (exact * (1 - exact) / 2000).sqrt() + 1e-9).all()
+
+
 @pytest.mark.slow
-def test_subsets_of_features(monkeypatch):
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_subsets_of_features(exchanges, monkeypatch):
     """Parts of two features and two anchors: probabilities, moments and evidence are those of a sum over all."""
+    monkeypatch.setattr(sampling, "_MANY", 1 if exchanges else 100)
     monkeypatch.setattr(second_order, "_DENSE", 2)
     monkeypatch.setattr(second_order, "_PART", 2)
     design = DESIGNS["near-duplicates"]
