@@ -14,7 +14,7 @@ PACKAGES = {
     "Rectified RectifiedNormal",
     "infer": "L0_ELBO AutoGate AutoSpikeSlab SparsityTarget check_fit factor fit sample_posterior",
     "nn": "Gate L0Gate NetworkCost NetworkGates fix_gates gate_heads gate_weights insert_gates penalty suggest_gates",
-    "compaction": "Shrinker compact load_compacted",
+    "compaction": "Shrinker compact compact_zeros load_compacted",
     "diagnostics": "diagnose to_arviz",
     "pruning": "Training prune",
     "training": "Checkpoint epochs process_group",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -89,7 +89,7 @@ class CompactionError(RuntimeError):
     """Raised if no smaller network computes what the network with fixed gates computes."""
 
 
-class _RoundingError(CompactionError):
+class RoundingError(CompactionError):
     """A difference of a few tolerances, which no choice of gates avoids."""
 
 
@@ -101,17 +101,21 @@ def search(
     tolerance: float | None = None,
     is_trial: bool = False,
     in_float64: bool = True,
+    zeros: Set[str] = frozenset(),
 ) -> Compacted:
     """Make a smaller network, as :func:`~pyro_l0.compaction.compact` does, which has the arguments and errors.
 
     Attempts cut less and less, and the first that is certified is returned. With ``keep_gates`` the gates that are not
-    0 stay, to train on, and their values stand for any others. In a trial only outputs are compared.
+    0 stay, to train on, and their values stand for any others. In a trial only outputs are compared. Slices of zeros of
+    the parameters named in ``zeros`` count as zeros for good.
     """
     first: CompactionError | None = None
     flags = {"keep_gates": keep_gates, "is_trial": is_trial, "in_float64": in_float64}
-    task = _Task.of(network, gates, example, tolerance, **flags)
+    task = _Task.of(network, gates, example, tolerance, zeros, **flags)
     recordings = _recordings(network, task.network, example)
     for attempt in ((recording, *how) for recording in recordings for how in product(_closed(gates), (True, False))):
+        if zeros and first is not None and not attempt[-1]:
+            continue  # constants are not in the way, but the zeros of some parameters
         try:
             return task.cut(*attempt)
         except NotConstantError:
@@ -122,12 +126,14 @@ def search(
     raise first
 
 
-def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> str | None:
+def refusal(
+    network: nn.Module, gates: Mapping[str, Tensor], example: Example, zeros: Set[str] = frozenset()
+) -> str | None:
     """Why a network can't be cut by some values of its gates; None if it can. Gradients are not compared."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            search(network, gates, example, is_trial=True)
+            search(network, gates, example, is_trial=True, zeros=zeros)
     except Exception as error:  # of any kind, as the network's own code raises some
         return str(error) or type(error).__name__
     return None
@@ -174,6 +180,7 @@ class _Task:
     keep_gates: bool = False
     is_trial: bool = False
     in_float64: bool = True
+    zeros: Set[str] = frozenset()
 
     @classmethod
     def of(
@@ -182,6 +189,7 @@ class _Task:
         gates: Mapping[str, Tensor],
         example: Example,
         tolerance: float | None = None,
+        zeros: Set[str] = frozenset(),
         **flags: bool,
     ) -> _Task:
         """The task, with gates where the network is; by default the tolerance of its type."""
@@ -190,13 +198,13 @@ class _Task:
         like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
         gates = {site: gate if like.is_meta else gate.to(like.device) for site, gate in gates.items()}
         limit = tolerance_of(like.dtype) if tolerance is None else tolerance
-        return cls(copied(network).train(), gates, calls, limit, **flags)
+        return cls(copied(network).train(), gates, calls, limit, zeros=zeros, **flags)
 
     def cut(self, recording: Recording, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         """A certified network without units whose gates are closed; raises NotConstantError and CompactionError."""
         network, keep_gates = self.network, self.keep_gates
         with _refusing(NotConstantError):
-            analysis = analyse(recording, closed, None if keep_gates else self.gates, folds)
+            analysis = analyse(recording, closed, None if keep_gates else self.gates, folds, self.zeros)
             units = constant_units(network, analysis)
             reference = fix_gates(network, self.gates).eval()
             if any(parameter.is_meta for parameter in network.parameters()):
@@ -266,7 +274,7 @@ class _Task:
                 f"{error}. Take sizes from the tensors (x.shape) or keep them as attributes of the module that uses "
                 "them, and give a list of calls that together use all parameters."
             ) from error
-        if not self.keep_gates and plan.folds:
+        if not self.keep_gates and (plan.folds or self.zeros):
             found = self._of_folded(found)
         if math.isnan(found):
             raise CompactionError(
@@ -275,7 +283,7 @@ class _Task:
             )
         if not found <= self.tolerance:
             may_round = found <= _MOST_ROUNDING * self.tolerance
-            raise (_RoundingError if may_round else CompactionError)(
+            raise (RoundingError if may_round else CompactionError)(
                 f"The compacted network differs from the network with fixed gates by {found:.2e} of its "
                 f"largest output or gradient, more than the tolerance of {self.tolerance:.0e}. "
                 + (
@@ -361,7 +369,7 @@ def compact(
     """
     try:
         found = search(network, gates, example, tolerance=tolerance, in_float64=in_float64)
-    except _RoundingError:
+    except RoundingError:
         raise
     except CompactionError as error:
         raise CompactionError(f"{error}{_advice(network, gates, example)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -552,6 +552,7 @@ def analyse(
     closed: Mapping[str, Tensor],
     values: Mapping[str, Tensor] | None = None,
     folds: bool = True,
+    zeros: Set[str] = frozenset(),
 ) -> Analysis:
     """Find the units that can be removed from a network whose closed gates are zero without changing its outputs.
 
@@ -562,6 +563,7 @@ def analyse(
             make of a constant varies, as needed during training.
         folds: whether constant inputs of a layer may be folded into its bias. They stay during training, because their
             derivatives would change.
+        zeros: names of parameters whose slices of zeros are zeros for good, as pruning leaves them.
 
     Raises:
         ValueError: a site is not recorded.
@@ -574,7 +576,7 @@ def analyse(
         >>> analysis.remaining["0.weight"]
         (tensor([0, 2]), tensor([0, 1]))
     """
-    maps = _apply_rules(recording, _masks(recording, closed), values, folds)
+    maps = _apply_rules(recording, _masks(recording, closed), values, folds, zeros)
     constants = choose_constants(maps)
     solution = Solution(maps)
     while read_what_stays(maps, solution) or keep_parts_even(maps, solution) or keep_results(maps, solution):
@@ -591,7 +593,11 @@ def _masks(recording: Recording, closed: Mapping[str, Tensor]) -> dict[str, Mask
 
 
 def _apply_rules(
-    recording: Recording, closed: dict[str, Mask], values: Mapping[str, Tensor] | None, folds: bool
+    recording: Recording,
+    closed: dict[str, Mask],
+    values: Mapping[str, Tensor] | None,
+    folds: bool,
+    zeros: Set[str],
 ) -> Maps:
     maps = Maps(recording, closed, values, folds)
     for call in recording.calls:
@@ -602,6 +608,8 @@ def _apply_rules(
         for value in operation.inputs:
             if value not in maps.axes:
                 _add_given(maps, value)
+                if not zeros.isdisjoint(value.names):
+                    _find_zeros(maps, value)
         for value in operation.made:
             if value not in maps.axes:
                 maps.add(value, VARIES)
@@ -626,6 +634,14 @@ def _add_given(maps: Maps, value: Value) -> None:
         for axis in maps.axes[value]:
             if axis.size > 1:
                 maps.pin(axis.dimension, f"a tensor that is no parameter or buffer, at {maps.location}")
+
+
+def _find_zeros(maps: Maps, value: Value) -> None:
+    """Say which slices of a parameter are zeros."""
+    nonzero = value.tensor.detach() != 0
+    for dim in range(value.rank):
+        some = nonzero.movedim(dim, 0).flatten(1).any(1).cpu().numpy() if value.rank > 1 else nonzero.cpu().numpy()
+        maps.set_kinds(value, dim, np.where(some, np.uint8(CONSTANT), np.uint8(ZERO)))
 
 
 def _apply_rule(maps: Maps, operation: Operation) -> None:

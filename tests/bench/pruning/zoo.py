@@ -9,6 +9,9 @@ every eight units, which closes as many in each head, and once at random. It com
 gated network on another batch. Then Torch-Pruning prunes the network by half, with the layers that make its outputs
 left out, and is asked whether the network still runs and returns the same shapes.
 
+``--tools zeros`` instead lets ``torch.nn.utils.prune.ln_structured`` set half of the outputs of each layer to zero, and
+compares the pruned network with what ``compact_zeros`` makes of it; ``--tools zeros --table`` prints what came out.
+
 Each network is a line of JSON in ``--out``, the last of its name; what is there already is not repeated, unless
 ``--only`` names the network. Each tool has a process of its own per network, with ``--seconds`` of processor time and
 ``--memory`` GB. Networks of more than 30 million weights are left out unless ``--large`` is given. ``--table`` prints
@@ -38,12 +41,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from pyro_l0.compaction import compact
-from pyro_l0.nn import fix_gates, insert_gates, suggest_gates
+from pyro_l0.compaction import compact, compact_zeros
+from pyro_l0.nn import NetworkCost, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names, name_gates
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no weights are downloaded
@@ -375,10 +379,45 @@ def one_cut(gated: nn.Module, gates: dict[str, Tensor], example: Any, other: Any
     except Exception as error:
         return {"error": described(error), "seconds": round(time.process_time() - start, 1)}
     seconds = round(time.process_time() - start, 1)
-    pairs = list(zip(outputs(fix_gates(gated, gates).eval(), other), outputs(small, other), strict=True))
+    return compared(fix_gates(gated, gates).eval(), small, other) | {"weights": weights(small), "seconds": seconds}
+
+
+def compared(whole: nn.Module, small: nn.Module, other: Any) -> Line:
+    """The largest difference of outputs, and how much they differ between examples: 0 would show nothing."""
+    pairs = list(zip(outputs(whole, other), outputs(small, other), strict=True))
     apart = max(float((x - y).abs().max() / x.abs().max().clamp(min=1e-300)) for x, y in pairs)
-    spread = max(float(x.std(0).max() / x.abs().max().clamp(min=1e-300)) for x, _ in pairs)  # 0 would show nothing
-    return {"difference": apart, "spread": spread, "weights": weights(small), "seconds": seconds}
+    return {
+        "difference": apart,
+        "spread": max(float(x.std(0).max() / x.abs().max().clamp(min=1e-300)) for x, _ in pairs),
+    }
+
+
+def zeros(network: nn.Module, inputs: Inputs) -> Iterator[Line]:
+    """Let torch set half of the outputs of each layer to zero, those of smallest norm, and compact what is left."""
+    network.double()
+    vary(network)
+    example, other = calls(inputs, torch.float64)
+    pruned = 0
+    ends = last_layers(network, example)
+    for module in network.modules():
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module not in ends:
+            prune.ln_structured(module, "weight", 0.5, n=2, dim=0)
+            pruned += round(len(module.weight) / 2)
+    settle(network, {}, other)
+    yield {"at": "zeros", "zero": pruned}
+    start = time.process_time()
+    small = compact_zeros(network, example, tolerance=TOLERANCE).network
+    seconds = round(time.process_time() - start, 1)
+    sizes = [sum(len(x) for x in net.parameters() if x.dim() > 1) for net in (network, small)]
+    macs = [NetworkCost(net, example).total_macs for net in (network, small)]
+    yield {
+        "at": "end",
+        "zero": pruned,
+        "removed": sizes[0] - sizes[1],
+        "macs": macs[1] / macs[0],
+        "seconds": seconds,
+        **compared(network, small, other),
+    }
 
 
 def torch_pruning(network: nn.Module, inputs: Inputs) -> Iterator[Line]:
@@ -418,7 +457,7 @@ def last_layers(network: nn.Module, example: Any) -> list[nn.Module]:
     return [module for module, pointer in made.items() if pointer in returned] or [*made][-1:]
 
 
-TOOLS = {"ours": ours, "torch_pruning": torch_pruning}
+TOOLS = {"ours": ours, "torch_pruning": torch_pruning, "zeros": zeros}
 
 
 def described(error: BaseException) -> str:
@@ -504,13 +543,26 @@ def print_table(lines: Mapping[str, Line]) -> None:
     print("large, left out:", ", ".join(name for name, line in lines.items() if verdict(line) == "large"))
 
 
+def print_zeros(lines: Mapping[str, Line]) -> None:
+    """A row per network that torch pruned."""
+    print("| network | outputs: zero, removed | weights, millions | multiply-adds left | difference | seconds |")
+    print("|" + "---|" * 6)
+    for name, line in lines.items():
+        found = line["zeros"]
+        if "difference" not in found:
+            print(f"| {name} | {found.get('error', found['at'])} |")
+            continue
+        counts = f"{found['zero']:,}, {found['removed']:,} | {found['count'] / 1e6:.2f}"
+        print(f"| {name} | {counts} | {found['macs']:.0%} | {found['difference']:.1e} | {found['seconds']} |")
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("zoo.jsonl"))
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--library", nargs="+", default=[])
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS)[:2])
     parser.add_argument("--seconds", type=int, default=300)
     parser.add_argument("--memory", type=int, default=10)
     parser.add_argument("--large", action="store_true")
@@ -522,7 +574,7 @@ def main() -> None:
     if options.large:
         lines = {name: line for name, line in lines.items() if verdict(line) != "large"}
     if options.table:
-        return print_table(lines)
+        return print_zeros(lines) if options.tools == ["zeros"] else print_table(lines)
     for library, models in LIBRARIES.items():
         import_module(library)
         for name, model in models.items():

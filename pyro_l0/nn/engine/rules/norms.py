@@ -125,7 +125,13 @@ def _smallest(maps: Maps, operation: Operation) -> int:
 
 
 def _scale(maps: Maps, operation: Operation, *dims: int) -> None:
-    """Weights and statistics have the output's entries along some dimensions."""
+    """Weights and statistics have the entries of the output along some dimensions; a weight of zero leaves the bias."""
+    weight, bias = operation.maybe("weight"), operation.maybe("bias")
+    for number, dim in enumerate(dims if weight is not None else ()):
+        assert weight is not None
+        shift = np.uint8(ZERO) if bias is None else maps.kinds(bias, number)
+        kinds = maps.kinds(operation.output, dim)
+        maps.set_kinds(operation.output, dim, np.where(maps.kinds(weight, number) == ZERO, shift, kinds))
     for name in ("weight", "bias", "running_mean", "running_var"):
         parameter = operation.maybe(name)
         for number, dim in enumerate(dims if parameter is not None else ()):

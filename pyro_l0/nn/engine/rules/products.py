@@ -185,7 +185,8 @@ def convolution(maps: Maps, operation: Operation) -> None:
     if bias is not None:
         maps.same(bias, 0, output, 1)
         for dim in range(output.rank):
-            maps.set_kinds(output, dim, np.maximum(maps.kinds(output, dim), np.uint8(maps.kind(bias))))
+            kinds = maps.kinds(bias, 0) if dim == 1 else np.uint8(maps.kind(bias))
+            maps.set_kinds(output, dim, np.maximum(maps.kinds(output, dim), kinds))
     image = x if is_transposed else output
     axes = (*maps.axes[weight], *(maps.axes[image][dim] for dim in (0, *images)))
     maps.products.append(Product(operation, axes))
@@ -227,6 +228,8 @@ def _grouped(maps: Maps, x: Value, weight: Value, output: Value, groups: int, is
         relations.append(Reshape((group, maps.axes[weight][1]), (inputs,)))  # needed where one of these is
         maps.reads((x, 1), where=kinds != ZERO, groups=groups, behind=behind)
     each: Kinds = kinds.reshape(groups, -1).max(1).repeat(behind.size // groups)
+    if not is_transposed:
+        each = np.where(maps.kinds(weight, 0) == ZERO, np.uint8(ZERO), each)
     maps.set_kinds(output, 1, each)
 
 
