@@ -139,10 +139,7 @@ class Run(GatedRun):
         self.elbo = self._elbo(sites, example)
         self.loss = self.elbo(self.model, self.guide)
         self.loss(self.train_x[:2], self.train_y[:2])  # makes the guide's parameters
-        self.target = None
-        if options.budget is not None:  # it falls and then holds over all steps of the run; its gates start open
-            count, steps = getattr(self.cost, options.target_of), options.epochs * self.batches
-            self.target = SparsityTarget(self.guide, options.budget, lambda gates: count(self.full(gates)), steps=steps)
+        self.target = self._target()
         self.optimiser = self._optimiser()
         if processes() > 1:
             torch.manual_seed(options.seed + rank())  # the start was the same, the gates' samples are not
@@ -195,6 +192,14 @@ class Run(GatedRun):
             weight_decay=expected * len(self.train_x),
             square_norm=square_norms(self.net, example) if expected else None,
         )
+
+    def _target(self) -> SparsityTarget | None:
+        """A budget, which falls and then holds over all steps of the run; its gates start open."""
+        options = self.options
+        if options.budget is None:
+            return None
+        count, steps = getattr(self.cost, options.target_of), options.epochs * self.batches
+        return SparsityTarget(self.guide, options.budget, lambda gates: count(self.full(gates)), steps=steps)
 
     def _optimiser(self) -> torch.optim.Adam:
         """Adam for the weights and, with steps of their own, for the gates."""
