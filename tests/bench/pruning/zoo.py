@@ -444,17 +444,17 @@ def torch_pruning(network: nn.Module, inputs: Inputs) -> Iterator[Line]:
 
 def last_layers(network: nn.Module, example: Any) -> list[nn.Module]:
     """The layers whose outputs are the network's, or the last one that was called."""
-    made: dict[nn.Module, int] = {}
+    made: dict[nn.Module, torch.UntypedStorage] = {}  # held, so that no other tensor gets its address
 
     def note(module: nn.Module, args: object, output: object) -> None:
         if isinstance(output, Tensor) and next(module.parameters(recurse=False), None) is not None:
-            made[module] = output.untyped_storage().data_ptr()
+            made[module] = output.untyped_storage()
 
     hooks = [module.register_forward_hook(note) for module in network.modules()]
     returned = {x.untyped_storage().data_ptr() for x in outputs(network, example)}
     for hook in hooks:
         hook.remove()
-    return [module for module, pointer in made.items() if pointer in returned] or [*made][-1:]
+    return [module for module, storage in made.items() if storage.data_ptr() in returned] or [*made][-1:]
 
 
 TOOLS = {"ours": ours, "torch_pruning": torch_pruning, "zeros": zeros}
@@ -552,8 +552,8 @@ def print_zeros(lines: Mapping[str, Line]) -> None:
         if "difference" not in found:
             print(f"| {name} | {found.get('error', found['at'])} |")
             continue
-        counts = f"{found['zero']:,}, {found['removed']:,} | {found['count'] / 1e6:.2f}"
-        print(f"| {name} | {counts} | {found['macs']:.0%} | {found['difference']:.1e} | {found['seconds']} |")
+        counts = f"{found['zero']:,}, {found['removed']:,} | {found['count'] / 1e6:.2f} | {100 * found['macs']:.0f} %"
+        print(f"| {name} | {counts} | {found['difference']:.1e} | {found['seconds']} |")
 
 
 def main() -> None:
