@@ -34,11 +34,13 @@ class NetworkBudget:
 
     Args:
         network: the network with L0Gates, part of what the loop trains.
-        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
+        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; None if the network is
+            not to be compacted, as after :func:`~pyro_l0.nn.lora.gate_lora_ranks`.
         budget: largest fraction of the full network's cost, in (0, 1), or several, as for
             :class:`~pyro_l0.infer.SparsityTarget`.
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site, or
-            several by the names of their budgets.
+            several by the names of their budgets. Without an example it is the open gates of the sites by whose names
+            budgets are given, or a function.
         pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
         at_least: by gate site, how many of its gates never close.
         multiple_of: by gate site, a number: the open gates are a multiple of it, or all of the site's.
@@ -57,7 +59,7 @@ class NetworkBudget:
     def __init__(
         self,
         network: nn.Module,
-        example: Example,
+        example: Example | None,
         budget: Budgets,
         cost: Literal["macs", "weights", "parameters"] | Cost | Mapping[str, Cost] = "macs",
         *,
@@ -67,8 +69,8 @@ class NetworkBudget:
         on_budget: OnBudget | None = None,
     ) -> None:
         self.gates = NetworkGates(network)
-        counts = NetworkCost(network, example)
-        self._cost: Cost | Mapping[str, Cost] = getattr(counts, cost) if isinstance(cost, str) else cost
+        counts = None if example is None else NetworkCost(network, example)
+        self._cost: Cost | Mapping[str, Cost] | None = getattr(counts, cost, None) if isinstance(cost, str) else cost
         self._network, self._example, self._budget = network, example, budget
         self._options: dict[str, Any] = {
             "pretrained": pretrained,
@@ -115,13 +117,9 @@ class NetworkBudget:
                 f"is at {done} of {steps}. Resume a training with this callback and with as many steps, or begin anew."
             )
         locations = self.gates.locations()
-        before = [location.detach().clone() for location in locations]
         self.target = SparsityTarget(self.gates, self._budget, self._cost, steps=int(steps), **self._options)
         self.optimiser = torch.optim.Adam([{"params": locations, **self.target.optimiser_options}])
         if self._saved:
-            with torch.no_grad():
-                for location, value in zip(locations, before, strict=True):
-                    location.copy_(value)
             self.load_state_dict(self._saved)
             self._saved = None
 
@@ -165,6 +163,8 @@ class NetworkBudget:
                 "gates closed at once. Train to the end for a better network.",
                 stacklevel=2,
             )
+        if self._example is None:
+            return self._network
         device = self.gates.locations()[0].device
         example = tree_map_only(Tensor, lambda x: x.to(device), self._example)
         self.compacted, refusal = compact_or_fix(self._network, self.gates.test_gates(), example)
@@ -175,15 +175,22 @@ class NetworkBudget:
         return self.compacted.network
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs besides the network's parameters; empty before the start."""
+        """What a resumed training needs besides the network's parameters; empty before the start.
+
+        It has the gates' locations, as checkpoints of a peft adapter do not.
+        """
         if self.target is None:
             return {}
-        target = self.target.state_dict()
-        return {"steps": self.target.steps, "target": target, "optimiser": self.optimiser.state_dict()}
+        locations = [location.detach().clone() for location in self.gates.locations()]
+        state = {"steps": self.target.steps, "locations": locations}
+        return state | {"target": self.target.state_dict(), "optimiser": self.optimiser.state_dict()}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`, at once if the training has begun, and at the next :meth:`start`."""
         self._saved = state_dict
         if self.target is not None:
+            for location, value in zip(self.gates.locations(), state_dict["locations"], strict=True):
+                location.copy_(value)
             self.target.load_state_dict(state_dict["target"])
             self.optimiser.load_state_dict(state_dict["optimiser"])

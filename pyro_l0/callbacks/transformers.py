@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from pyro_l0.callbacks.budget import NetworkBudget
+from pyro_l0.callbacks.budget import Budgets, NetworkBudget
 from pyro_l0.nn.engine import Example
 
 __all__ = ["BudgetCallback"]
@@ -28,9 +28,10 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
 
     Args:
         trainer: the Trainer of a model with L0Gates.
-        example: what the model is called with, such as a dict of ``input_ids`` and ``attention_mask``.
-        budget: largest fraction of the full model's cost, in (0, 1).
-        *args: the cost, as for :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
+        example: what the model is called with, such as a dict of ``input_ids`` and ``attention_mask``; None as for
+            :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
+        budget: largest fraction of the full model's cost, in (0, 1), or several, as for NetworkBudget.
+        *args: the cost, as for NetworkBudget.
         **options: of NetworkBudget, such as ``pretrained=True``.
 
     Raises:
@@ -42,7 +43,7 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
         ``trainer.add_callback(BudgetCallback(trainer, {"input_ids": tokens[:2]}, 0.3, pretrained=True))``
     """
 
-    def __init__(self, trainer: Trainer, example: Example, budget: float, *args: Any, **options: Any) -> None:
+    def __init__(self, trainer: Trainer, example: Example | None, budget: Budgets, *args: Any, **options: Any) -> None:
         super().__init__(trainer.model, example, budget, *args, **options)
         for name in ("load_best_model_at_end", "restore_callback_states_from_checkpoint"):
             if getattr(trainer.args, name):
