@@ -1,9 +1,14 @@
 """Sphinx settings: Markdown pages that run their code, furo, warnings as errors in CI."""
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,7 +23,6 @@ release = __version__
 version = release
 
 extensions = [
-    "api_page",
     "mathml",
     "myst_nb",
     "notebooks",
@@ -30,16 +34,24 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "jupyter_execute", "lab/tables"]
+templates_path = ["templates"]
 html_theme = "furo"
 html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["style.css"]
 html_title = f"pyro_l0 {release}"
 
+# A class has a page, with its own methods and those that it inherits here, but not those of these classes.
+_OTHERS = """Module PyroModule AutoGuide AutoGuideList ELBO Distribution TorchDistributionMixin Reparam Callback
+TrainerCallback BaseEstimator RegressorMixin ClassifierMixin SelectorMixin MetaEstimatorMixin TransformerMixin
+_SetOutputMixin _MetadataRequester ReprHTMLMixin tuple str dict Mapping Exception"""
+autosummary_context = {"others": ", ".join(_OTHERS.split())}
+add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_mock_imports = ["lightning", "transformers"]  # extras, which need not be installed where the docs are built
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 
 # Every name in a signature or a text is a link, but for these: names of types that a docstring describes where it takes
 # one, and what only people who extend the engine meet.
@@ -51,9 +63,10 @@ nitpick_ignore_regex = [
     ("py:class", r"pyro_l0\.(nn\.engine|maths)\..*"),
     (
         "py:class",
-        r"pyro_l0\..*(State|GateChange|LayerFold|GatePosterior|JointDraws?|Collapsed|Alignment|Stay)",
+        r"pyro_l0\..*(State|GateChange|LayerFold|GatePosterior|JointDraws?|JointSample|Collapsed|Alignment|Stay|Loader|Record|Run"
+        r"|Evaluation|UnitProbs)",
     ),
-    ("py:class", r"(numpy\._typing|scipy\.sparse)\..*"),
+    ("py:class", r"(numpy\._typing|scipy\.sparse|torch\._C|lightning\.pytorch|transformers)\..*"),
 ]
 intersphinx_mapping = write_inventories(Path(tempfile.mkdtemp()))
 
@@ -69,3 +82,14 @@ os.environ.pop("MPLBACKEND", None)
 # Pyro's progress bars look for widgets in a notebook, and would warn on each page that there are none; arviz announces
 # its next version once a day.
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore::FutureWarning:arviz"
+
+
+def link_back(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Links from source code lead to the page of a name: where on it, Sphinx does not know of names with two paths."""
+    if page.startswith("_modules/"):
+        context["body"] = re.sub(r'(class="viewcode-back" href="[^"#]*)#[^"]*"', r'\1"', context["body"])
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what this file adds."""
+    app.connect("html-page-context", link_back)

@@ -18,7 +18,7 @@ LINKS: dict[str, tuple[str, dict[str, str]]] = {
         {
             **{
                 f"collections.abc.{name}": "library/collections.abc.html"
-                for name in ("Callable", "Collection", "Iterable", "Iterator", "Mapping", "Sequence")
+                for name in ("Callable", "Collection", "Iterable", "Iterator", "Mapping", "Sequence", "Set")
             },
             "collections.Counter": "library/collections.html",
             "pathlib.Path": "library/pathlib.html",
@@ -65,7 +65,10 @@ LINKS: dict[str, tuple[str, dict[str, str]]] = {
             "numpy.ndarray": "reference/generated/numpy.ndarray.html",
             "numpy.dtype": "reference/generated/numpy.dtype.html",
             "numpy.generic": "reference/arrays.scalars.html",
-            **{f"numpy.{name}": "reference/arrays.scalars.html" for name in ("float64", "int64", "uint8", "bool")},
+            **{
+                f"numpy.{name}": "reference/arrays.scalars.html"
+                for name in ("float64", "int64", "uint8", "bool", "object_")
+            },
             "ArrayLike": "reference/typing.html#numpy.typing.ArrayLike",
             "numpy.random.mtrand.RandomState": "reference/random/legacy.html#numpy.random.RandomState",
             "np.random.RandomState": "reference/random/legacy.html#numpy.random.RandomState",
@@ -79,7 +82,10 @@ LINKS: dict[str, tuple[str, dict[str, str]]] = {
             "InferenceData": "api/inference_data.html#arviz.InferenceData",
         },
     ),
-    "pandas": ("https://pandas.pydata.org/docs/", {"pandas.DataFrame": "reference/api/pandas.DataFrame.html"}),
+    "pandas": (
+        "https://pandas.pydata.org/docs/",
+        dict.fromkeys(("pandas.DataFrame", "pd.DataFrame"), "reference/api/pandas.DataFrame.html"),
+    ),
     "scipy": (
         "https://docs.scipy.org/doc/scipy/",
         {

@@ -220,7 +220,7 @@ class Problem:
 
     @property
     def ungated(self) -> Tensor:
-        """Columns without a gate: the features that are always in, then the constant of an intercept."""
+        """The columns without a gate, which are features that are always in, then the constant of an intercept."""
         features = self.x[:, self.x.shape[1] - self.always :]
         return pad(features, (0, int(self.intercept)), value=1.0)
 

@@ -238,7 +238,7 @@ class Maps:
         return self.axes[value] or [self._numbers[value]]
 
     def kind(self, value: Value) -> int:
-        """What is known of a whole tensor, one number of :data:`ZERO`, :data:`CONSTANT`, :data:`VARIES`."""
+        """What is known of a whole tensor, one number of ``ZERO``, ``CONSTANT``, ``VARIES``."""
         return min(axis.kind for axis in self.dims(value))
 
     def kinds(self, value: Value, dim: int) -> Kinds:

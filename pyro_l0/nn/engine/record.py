@@ -97,7 +97,7 @@ class Operation:
 
     @property
     def added(self) -> Value | None:
-        """What it adds to a product: a bias."""
+        """The bias that it adds to a product."""
         return self.maybe("bias") or (self.maybe("self") if "add" in self.name else None)
 
     def integer(self, name: str) -> int:
