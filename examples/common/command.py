@@ -48,7 +48,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("lam", "lams", "retrain_noise", "weight_decay"), NOT_NEGATIVE),
     "depth": whole(10, 1000),
     "draws": whole(2),
-    "edges": whole(1),
+    **dict.fromkeys(("edges", "records"), whole(1)),
     "nodes": whole(3, 100),
     "width": whole(1, 100),
 }
