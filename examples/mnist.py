@@ -66,7 +66,8 @@ def main(options: Options) -> dict[str, Any]:
             retrain(small.network, run.train_x, run.train_y, *passes)
             metrics["retrained_error_percent"] = run.error(small.network)
         small.save(options.out / "pruned")
-        plot_history(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
+        levels = {"dense": run.cost.total_macs, "dropout": run.dropout_macs()}
+        plot_history(run.history, levels, list(run.group_sizes), options.out / "training.png")
         gate = next(iter(run.full(run.gates.test_gates()).values()))
         if gate.numel() == images.train_x.shape[1]:
             save_figure(plot_gates(gate, shape=images.image_shape[-2:], name="pixels"), options.out / "inputs.png")

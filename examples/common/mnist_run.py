@@ -46,6 +46,8 @@ class Options:
         network: mlp (hidden layers of 300 and 100 units), or lenet5 (20-50-800-500, MNIST alone).
         objective: Eq. 22 (l0), Eq. 21 (free_energy) or Eq. 20 (spike_slab) of the L0 paper.
         family: family of the posterior gates.
+        beta: the papers' beta: the hard concrete's temperature, or the mixtures' sharpness; the family's default if
+            not given.
         lam: price of one open weight in nats; one for all gate sites or one per site. Without a target 0.1 on MNIST
             and 0.05 on the digits if not given; spike_slab takes none.
         prior_active_prob: P(z != 0) under the gates' prior, for free_energy and spike_slab.
@@ -75,6 +77,7 @@ class Options:
     network: NetworkName = "mlp"
     objective: Literal["l0", "free_energy", "spike_slab"] = "l0"
     family: FamilyName = "hard_concrete"
+    beta: float | None = None
     lam: tuple[float, ...] = ()
     prior_active_prob: float = 0.1
     epochs: int = 200
@@ -162,9 +165,10 @@ class Run(GatedRun):
     def _guide(self, sites: list[str]) -> AutoGate:
         """The posterior, from the papers' start."""
         options = self.options
-        rates = networks.init_active_prob(KEEP_RATES[options.network], options.family)
+        rates = networks.init_active_prob(KEEP_RATES[options.network], options.family, options.beta)
         gates: dict[str, Any] = {
             "family": FAMILIES[options.family],
+            "family_options": networks.family_options(options.family, options.beta),
             "init_active_prob": dict(zip(sites, rates, strict=True)),
         }
         if options.objective != "spike_slab":
@@ -255,6 +259,11 @@ class Run(GatedRun):
         """The averaged network under its test gates as a smaller plain network."""
         return compact(self.plain(), self.gates.test_gates(), self.test_x[:100], before=self.plans)
 
+    def dropout_macs(self) -> float:
+        """Expected multiply-adds of the network with dropout in the place of its gates (Figure 3 of the L0 paper)."""
+        rates = zip(self.group_sizes, self.units, KEEP_RATES[self.options.network], strict=True)
+        return float(self.cost.macs({site: torch.full((size,), rate) for site, size, rate in rates}))
+
     def diagnose(self) -> Diagnosis:
         """What is wrong with this training, if anything is; asked at its end."""
         few = torch.arange(min(len(self.train_x), 8 * self.options.batch_size), device=self.device)
@@ -292,7 +301,7 @@ class Run(GatedRun):
         return {
             **{name: value for name, value in asdict(options).items() if name in (*same, "batch_size")},
             "units": self.units,
-            "family": [options.family, {}, None],
+            "family": [options.family, networks.family_options(options.family, options.beta), None],
             "target": self.target and [options.budget, options.target_of, f"{self.target.steps} steps"],
             "averages": AVERAGE_POWER,
             "lam": list(options.prices),
@@ -305,6 +314,7 @@ class Run(GatedRun):
 def check(options: Options) -> None:
     """Refuse options that no run should start with: outside their range, or that don't go with another."""
     command.check(options)
+    networks.family_options(options.family, options.beta)
     sites = len(KEEP_RATES[options.network])
     if len(options.lam) not in (0, 1, sites):
         found = f"{len(options.lam)}: {options.lam}"

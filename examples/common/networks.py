@@ -27,6 +27,7 @@ __all__ = [
     "NetworkName",
     "SlabLinear",
     "build",
+    "family_options",
     "init_active_prob",
     "lenet5",
     "mlp",
@@ -51,7 +52,17 @@ FAMILIES: dict[str, type[GateDistribution]] = {**PATHWISE, "bernoulli": Bernoull
 KEEP_RATES: dict[NetworkName, tuple[float, ...]] = {"mlp": (0.8, 0.5, 0.5), "lenet5": (0.5, 0.5, 0.5, 0.5)}
 
 
-def init_active_prob(keep_rates: Sequence[float], family: FamilyName) -> tuple[float, ...]:
+def family_options(family: FamilyName, beta: float | None) -> dict[str, float]:
+    """What both papers call beta, by its name in a family: the hard concrete's temperature, the mixtures' sharpness."""
+    if beta is None:
+        return {}
+    for name in ("temperature", "beta"):
+        if name in FAMILIES[family].defaults:
+            return {name: beta}
+    raise ValueError(f"Expected beta with the hard concrete or a mixture, but got family={family!r}.")
+
+
+def init_active_prob(keep_rates: Sequence[float], family: FamilyName, beta: float | None = None) -> tuple[float, ...]:
     """P(z != 0) at the start for the rates of units that gate sites keep, as in the papers.
 
     The rate is the hard concrete's sigmoid(log alpha), the mixtures' weight and the Bernoulli gate's probability; other
@@ -59,13 +70,10 @@ def init_active_prob(keep_rates: Sequence[float], family: FamilyName) -> tuple[f
     """
     gate = FAMILIES[family]
     rates = torch.tensor(keep_rates, dtype=torch.float64)
-    if issubclass(gate, MixtureGate):
-        fixed = gate.from_active_prob(0.9).fixed_options
-        make: Any = gate
-        return tuple(make(torch.logit(rates), **fixed).active_prob.tolist())
     if gate is BernoulliGate:
         return tuple(rates.tolist())
-    return tuple(HardConcrete(torch.logit(rates)).active_prob.tolist())
+    make: Any = gate if issubclass(gate, MixtureGate) else HardConcrete
+    return tuple(make(torch.logit(rates), **family_options(family, beta)).active_prob.tolist())
 
 
 class SlabLinear(nn.Linear):
@@ -166,8 +174,10 @@ def with_mean_weights(network: nn.Sequential, guide: AutoSpikeSlab) -> nn.Sequen
 class Classifier(nn.Module):
     """The Pyro model: a network's outputs are the logits of observed classes. It scores them, and draws none.
 
-    ``num_data``, the size of the data set, scales a minibatch's likelihood.
+    ``num_data``, the size of the data set, scales a minibatch's likelihood. ``logits`` are those of the last one.
     """
+
+    logits: Tensor
 
     def __init__(self, net: nn.Module, num_data: int) -> None:
         super().__init__()
@@ -176,5 +186,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> None:
         """Score a minibatch, in the place of all data."""
+        logits = self.net(images)
+        self.logits = logits.detach()
         # What a Categorical in a subsampled plate says, whose work is some percent of a small network's step.
-        factor("labels", -self.num_data * F.cross_entropy(self.net(images), labels))
+        factor("labels", -self.num_data * F.cross_entropy(logits, labels))

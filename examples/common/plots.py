@@ -16,11 +16,19 @@ from pyro_l0.plots import COLOURS, Array, as_array, figure_axes, plot_curves, sa
 __all__ = ["plot_circuit", "plot_edges", "plot_frontier", "plot_history", "plot_images", "plot_training", "short_names"]
 
 
-def plot_history(history: list[dict[str, Any]], total_macs: int, sites: list[str], path: Path) -> None:
-    """Error, open units and expected multiply-adds over the epochs (Figure 3 of the L0 paper)."""
-    error, units, macs = "test error, %", "open units", "multiply-adds an image"
+def plot_history(history: list[dict[str, Any]], levels: Mapping[str, float], sites: list[str], path: Path) -> None:
+    """Error, open units and expected multiply-adds over the epochs (Figures 3 and 4 of the L0 paper).
+
+    ``levels`` are multiply-adds of other networks, such as the dense one.
+    """
+    units, macs = "open units", "multiply-adds an image"
+    trained = "train_error_percent" in history[0]
+    error = "error, %" if trained else "test error, %"
+    errors = (
+        {"test": "test_error_percent", "training": "train_error_percent"} if trained else {"": "test_error_percent"}
+    )
     panels = {
-        error: {"": [entry["test_error_percent"] for entry in history]},
+        error: {name: [entry[key] for entry in history] for name, key in errors.items()},
         units: {name: [entry["architecture"][i] for entry in history] for i, name in enumerate(sites)},
         macs: {
             "expected": [entry["expected_macs"] for entry in history],
@@ -28,7 +36,7 @@ def plot_history(history: list[dict[str, Any]], total_macs: int, sites: list[str
         },
     }
     epochs = [entry["epoch"] for entry in history]
-    save_figure(plot_training(panels, epochs, lines={macs: {"dense": total_macs}}, log=[error]), path)
+    save_figure(plot_training(panels, epochs, lines={macs: levels}, log=[error]), path)
 
 
 def plot_circuit(

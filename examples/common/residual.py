@@ -80,17 +80,17 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """A convolution, a residual block for each width, from the second on of stride 2, and a classifier."""
+    """A convolution, a residual block for each width, of stride 2 where the width changes, and a classifier."""
 
-    def __init__(self, channels: int, widths: Sequence[int], stride: int = 1) -> None:
+    def __init__(self, channels: int, widths: Sequence[int], stride: int = 1, classes: int = 10) -> None:
         super().__init__()
         first = widths[0]
         convolution = nn.Conv2d(channels, first, 3, stride, 1, bias=False)
         self.stem = nn.Sequential(convolution, nn.BatchNorm2d(first), nn.ReLU())
         pairs = itertools.pairwise((first, *widths))
-        self.blocks = nn.Sequential(*(ResidualBlock(m, n, 2 if i else 1) for i, (m, n) in enumerate(pairs)))
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+        self.blocks = nn.Sequential(*(ResidualBlock(m, n, 1 if m == n else 2) for m, n in pairs))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of ten classes."""
+        """Logits of the classes."""
         return self.head(self.blocks(self.stem(x)))

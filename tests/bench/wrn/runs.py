@@ -1,61 +1,16 @@
-"""Runs of the wide residual network beside the example's: without gates, and under a budget in place of a price."""
+"""A run of the wide residual network beside the example's: under a budget in place of a price."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from cifar_wrn import NUM_CLASSES, Options, Run, falling
+from cifar_wrn import Options, Run, falling
 from common.data import Images
-from common.residual import wide_resnet
 from pyro_l0.infer import SparsityTarget
-from pyro_l0.nn import Gate
 
-__all__ = ["BudgetRun", "DropoutRun"]
-
-
-class _Loss(nn.Module):
-    """A network's loss over all images, from a batch."""
-
-    def __init__(self, net: nn.Module, num_data: int) -> None:
-        super().__init__()
-        self.net, self.num_data = net, num_data
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.num_data * F.cross_entropy(self.net(images), labels)
-
-
-class DropoutRun(Run):
-    """The network with dropout in the place of its gates; data, schedule and weight decay as with gates.
-
-    At a rate of 0 it is the dense network.
-    """
-
-    entries = ("loss", "test_error_percent", "macs_left", "expected_macs")
-
-    def __init__(self, images: Images, options: Options, rate: float = 0.3) -> None:
-        super().__init__(images, options)
-        torch.manual_seed(options.seed)
-        self.net = wide_resnet(options.depth, options.width, None, NUM_CLASSES[options.data]).to(options.device)
-        for module in list(self.net.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, Gate):
-                    setattr(module, name, nn.Dropout(rate))
-        self.loss = _Loss(self.net, len(self.train_x))
-        self.optimiser = torch.optim.SGD(
-            self.net.parameters(), options.learning_rate, momentum=0.9, nesterov=True, weight_decay=5e-4
-        )
-        self.schedule = falling(self.optimiser, options.epochs)
-
-    def measure(self) -> dict[str, Any]:
-        macs = self.cost.total_macs
-        return {"test_error_percent": self.error(self.net), "macs_left": macs, "expected_macs": macs}
-
-    def parts(self) -> dict[str, Any]:
-        return {"net": self.net, "optimiser": self.optimiser, "schedule": self.schedule}
+__all__ = ["BudgetRun"]
 
 
 class BudgetRun(Run):

@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,34 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from cifar_wrn import Options, Run
+from cifar_wrn import CifarRun, Options, PlainRun, Run
 from common.cifar import load_cifar
 from common.gated_run import train
 from common.plots import plot_training
 from pyro_l0.plots import save_figure
-from tests.bench.wrn.runs import BudgetRun, DropoutRun
+from tests.bench.wrn.runs import BudgetRun
 
 LINES = Path(__file__).parent / "runs.jsonl"
 Line = dict[str, Any]
 GATED = {"gate_learning_rate": 1.0, "shrink": True}
 # A row's name on the command line, in the table, its run, and the options that differ from the example's.
-ROWS: dict[str, tuple[str, Callable[..., Run], dict[str, Any]]] = {
-    "dense": ("dense", partial(DropoutRun, rate=0.0), {}),
-    "dropout": ("dropout 0.3", DropoutRun, {}),
+ROWS: dict[str, tuple[str, Callable[..., CifarRun], dict[str, Any]]] = {
+    "dense": ("dense", PlainRun, {"network": "dense"}),
+    "dropout": ("dropout 0.3", PlainRun, {"network": "dropout"}),
     "low": ("Eq. 22, λ = 0.1", Run, {**GATED, "lam": 0.1}),
     "middle": ("Eq. 22, λ = 0.3", Run, {**GATED, "lam": 0.3}),
     "high": ("Eq. 22, λ = 1", Run, {**GATED, "lam": 1.0}),
     "prior": ("Eq. 21, rate 0.1, λ = 0.3", Run, {**GATED, "lam": 0.3, "prior_active_prob": 0.1}),
     "budget": ("half of the multiply-adds", BudgetRun, {"lam": 0.0}),
     "noise": ("Eq. 22, λ = 0.003, rate 30", Run, {**GATED, "lam": 0.003, "gate_learning_rate": 30.0}),
+    # The paper's beta, and its prices in parts of the hard concrete's.
+    "exponential": ("exponential, β = 6, λ = 0.6", Run, {**GATED, "family": "exponential", "beta": 6.0, "lam": 0.6}),
+    "exponential_uniform": (
+        "exponential and uniform, β = 8, λ = 0.6",
+        Run,
+        {**GATED, "family": "exponential_uniform", "beta": 8.0, "lam": 0.6},
+    ),
+    "power_law": ("power law, β = 2, λ = 1.2", Run, {**GATED, "family": "power_law", "beta": 2.0, "lam": 1.2}),
 }
 
 
@@ -60,10 +67,11 @@ def finished(given: argparse.Namespace) -> Line:
     path = given.out / f"{given.data}-{given.row}-{given.seed}" / "checkpoint.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     train(run, path, {**named, "settings": settings}, path.exists(), True)
-    last, over = run.history[-1], ("test_error_percent", "expected_macs", "macs_left", "processor_seconds")
+    last = run.history[-1]
+    over = "test_error_percent", "train_error_percent", "expected_macs", "macs_left", "processor_seconds"
     line = {**named, "epochs": options.epochs, "macs": run.cost.total_macs, "weights": run.cost.total_weights}
     line |= {name: [round(entry[name], 2) for entry in run.history] for name in over}
-    if not isinstance(run, DropoutRun):
+    if isinstance(run, Run):
         line |= {name: last[name] for name in ("architecture", "weights_left")}
         line["certificate"] = run.compacted().certificate
     return line
