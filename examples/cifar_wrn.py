@@ -64,14 +64,12 @@ class Options:
     Attributes:
         data: which of the two sets.
         data_dir: folder with the batches; downloaded with a hash check if not given.
-        network: a wide residual network with gates, with dropout of 0.3 in their place or dense; or a plain residual
-            network (He et al. 2016), which has no width. The pre-activated one of 110 layers is the dense one of depth
-            112 and width 1, which counts the shortcuts.
+        network: a wide residual network with gates, with dropout of 0.3 or nothing in their place; or a residual
+            network (He et al. 2016), which has no width.
         depth: layers of the network.
         width: factor on its maps.
         family: family of the posterior gates.
-        beta: the papers' beta: the hard concrete's temperature, or the mixtures' sharpness; the family's default if
-            not given.
+        beta: the hard concrete's temperature or the mixtures' sharpness; the family's default if not given.
         lam: price of one open weight in nats; the paper's are 0.001 and 0.002.
         prior_active_prob: P(z != 0) under the gates' prior, whose KL joins the price (Eq. 21); none if not given.
         epochs: passes over the training images.
@@ -190,6 +188,7 @@ class Run(CifarRun):
             # Eq. 15: the gated weights' decay is expected, and divided by 0.7; the others' is the optimiser's.
             weight_decay=5e-4 / 0.7 * len(self.train_x),
             square_norm=square_norms(net, example),
+            estimator="arm" if options.family == "bernoulli" else None,
         )
         (start,) = init_active_prob((KEEP_RATE,), options.family, options.beta)
         fixed = family_options(options.family, options.beta)
@@ -210,8 +209,6 @@ class Run(CifarRun):
         self.schedule = falling(self.optimiser, options.epochs)
         if options.shrink:
             self.shrinker = Shrinker(net, self.guide, example, self.optimiser, self.elbo, threshold=THRESHOLD)
-        if processes() > 1:
-            torch.manual_seed(options.seed + rank())
 
     def compacted(self) -> Compacted:
         """The network under its test gates as a smaller plain network."""
@@ -245,9 +242,8 @@ class PlainRun(CifarRun):
             net: nn.Module = ResidualNetwork(3, [16] * blocks + [32] * blocks + [64] * blocks, classes=classes)
         else:
             net = wide_resnet(options.depth, options.width, None, classes)
-            rate = 1 - KEEP_RATE if options.network == "dropout" else 0.0
             for block in (module for module in net if hasattr(module, "gate")):
-                block.gate = nn.Dropout(rate)
+                block.gate = nn.Dropout(1 - KEEP_RATE if options.network == "dropout" else 0.0)
         self.net = net.to(self.device)
         self.model = Classifier(self.net, len(self.train_x))
         self.loss = L0_ELBO("l0")(self.model, lambda *batch: None)  # no gates: the likelihood alone
@@ -257,14 +253,12 @@ class PlainRun(CifarRun):
             self.net.parameters(), options.learning_rate, momentum=0.9, nesterov=True, weight_decay=5e-4
         )
         self.schedule = falling(self.optimiser, options.epochs)
-        if processes() > 1:
-            torch.manual_seed(options.seed + rank())
 
     def measure(self) -> dict[str, Any]:
         """Errors, and the costs of the whole network."""
-        macs, weights = self.cost.total_macs, self.cost.total_weights
-        left = {"weights_left": weights, "macs_left": macs, "expected_macs": macs, "architecture": []}
-        return {"test_error_percent": self.error(self.net), "train_error_percent": self.train_error, **left}
+        errors = {"test_error_percent": self.error(self.net), "train_error_percent": self.train_error}
+        macs = self.cost.total_macs
+        return {**errors, "weights_left": self.cost.total_weights, "macs_left": macs, "expected_macs": macs}
 
     def parts(self) -> dict[str, Any]:
         """What has a ``state_dict``, by its name in a checkpoint."""
@@ -288,6 +282,8 @@ def main(options: Options) -> dict[str, Any]:
         images = load_cifar(options.data_dir, options.data)
         make = Run if options.network == "gated" else PlainRun
         run = make(images.hold_out(options.hold_out) if options.hold_out else images, options)
+        if processes() > 1:
+            torch.manual_seed(options.seed + rank())
         left_out = ("data_dir", "out", "resume")
         fingerprint = {name: value for name, value in asdict(options).items() if name not in left_out}
         fingerprint["device"] = run.device.type
@@ -312,7 +308,7 @@ def main(options: Options) -> dict[str, Any]:
             small.save(options.out / "pruned")
             print(f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}")
             print(f"compacted, differs by     {metrics['certificate']:.1e}")
-        plot_history(run.history, {"dense": run.cost.total_macs}, list(run.group_sizes), options.out / "training.png")
+        plot_history(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
         write_json(options.out / "metrics.json", metrics)
         return metrics
 

@@ -8,7 +8,8 @@ By default on scikit-learn's 1,797 digits of 8 x 8 pixels, which need no downloa
 ``torchrun --nproc-per-node 2 examples/mnist.py ...`` trains in two processes, each with its share of every batch.
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error, open units and expected multiply-adds over the epochs,
-Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safetensors`` (the compacted network, for
+Figure 3 of the paper), ``gates.png`` (histograms of gates while they train), ``inputs.png`` (which pixels stayed
+open), ``pruned.safetensors`` (the compacted network, for
 ``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``. ``--resume`` goes on from there after an interrupt, with
 the same options; only the retraining and, without a target, ``--epochs`` may be others.
 
@@ -32,7 +33,7 @@ from common.averages import retrain
 from common.data import load_images
 from common.gated_run import train
 from common.mnist_run import Options, Run, check, describe
-from common.plots import plot_history
+from common.plots import plot_gate_shares, plot_history
 from common.sweep import write_json
 from pyro_l0.plots import plot_gates, save_figure
 from pyro_l0.training import process_group
@@ -66,8 +67,9 @@ def main(options: Options) -> dict[str, Any]:
             retrain(small.network, run.train_x, run.train_y, *passes)
             metrics["retrained_error_percent"] = run.error(small.network)
         small.save(options.out / "pruned")
-        levels = {"dense": run.cost.total_macs, "dropout": run.dropout_macs()}
-        plot_history(run.history, levels, list(run.group_sizes), options.out / "training.png")
+        picture = options.out / "training.png"
+        plot_history(run.history, run.cost.total_macs, list(run.group_sizes), picture, run.dropout_macs())
+        plot_gate_shares(run.history, options.out / "gates.png")
         gate = next(iter(run.full(run.gates.test_gates()).values()))
         if gate.numel() == images.train_x.shape[1]:
             save_figure(plot_gates(gate, shape=images.image_shape[-2:], name="pixels"), options.out / "inputs.png")

@@ -46,8 +46,7 @@ class Options:
         network: mlp (hidden layers of 300 and 100 units), or lenet5 (20-50-800-500, MNIST alone).
         objective: Eq. 22 (l0), Eq. 21 (free_energy) or Eq. 20 (spike_slab) of the L0 paper.
         family: family of the posterior gates.
-        beta: the papers' beta: the hard concrete's temperature, or the mixtures' sharpness; the family's default if
-            not given.
+        beta: the hard concrete's temperature or the mixtures' sharpness; the family's default if not given.
         lam: price of one open weight in nats; one for all gate sites or one per site. Without a target 0.1 on MNIST
             and 0.05 on the digits if not given; spike_slab takes none.
         prior_active_prob: P(z != 0) under the gates' prior, for free_energy and spike_slab.
@@ -258,6 +257,17 @@ class Run(GatedRun):
     def compacted(self) -> Compacted:
         """The averaged network under its test gates as a smaller plain network."""
         return compact(self.plain(), self.gates.test_gates(), self.test_x[:100], before=self.plans)
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any]:
+        """Test error, what is left, and by site the share of draws in each twentieth of [0, 1], over all its gates."""
+        shares = {}
+        edges = torch.linspace(0.05, 1.0, 20, device=self.device)[:, None]
+        for (site, gate), units in zip(self.gates.posterior().items(), self.units, strict=True):
+            left = gate.cdf(edges).sum(-1).cpu() / units  # units that left the network have gates of 0
+            below = left + (1 - left[-1])
+            shares[site] = below.diff(prepend=torch.zeros(1)).tolist()
+        return {**super().measure(), "gate_shares": shares}
 
     def dropout_macs(self) -> float:
         """Expected multiply-adds of the network with dropout in the place of its gates (Figure 3 of the L0 paper)."""

@@ -13,30 +13,52 @@ from numpy.typing import ArrayLike
 
 from pyro_l0.plots import COLOURS, Array, as_array, figure_axes, plot_curves, save_figure, scale, series
 
-__all__ = ["plot_circuit", "plot_edges", "plot_frontier", "plot_history", "plot_images", "plot_training", "short_names"]
+__all__ = [
+    "plot_circuit",
+    "plot_edges",
+    "plot_frontier",
+    "plot_gate_shares",
+    "plot_history",
+    "plot_images",
+    "plot_training",
+    "short_names",
+]
 
 
-def plot_history(history: list[dict[str, Any]], levels: Mapping[str, float], sites: list[str], path: Path) -> None:
-    """Error, open units and expected multiply-adds over the epochs (Figures 3 and 4 of the L0 paper).
-
-    ``levels`` are multiply-adds of other networks, such as the dense one.
-    """
-    units, macs = "open units", "multiply-adds an image"
+def plot_history(
+    history: list[dict[str, Any]], total_macs: int, sites: list[str], path: Path, dropout_macs: float | None = None
+) -> None:
+    """Error, open units and expected multiply-adds over the epochs (Figures 3 and 4 of the L0 paper)."""
     trained = "train_error_percent" in history[0]
-    error = "error, %" if trained else "test error, %"
-    errors = (
-        {"test": "test_error_percent", "training": "train_error_percent"} if trained else {"": "test_error_percent"}
-    )
+    error, units, macs = "error, %" if trained else "test error, %", "open units", "multiply-adds an image"
     panels = {
-        error: {name: [entry[key] for entry in history] for name, key in errors.items()},
+        error: {"test" if trained else "": [entry["test_error_percent"] for entry in history]},
         units: {name: [entry["architecture"][i] for entry in history] for i, name in enumerate(sites)},
         macs: {
             "expected": [entry["expected_macs"] for entry in history],
             "test gates": [entry["macs_left"] for entry in history],
         },
     }
+    if trained:
+        panels[error]["training"] = [entry["train_error_percent"] for entry in history]
+    if dropout_macs is not None:
+        panels[macs]["expected under dropout"] = [dropout_macs] * len(history)
     epochs = [entry["epoch"] for entry in history]
-    save_figure(plot_training(panels, epochs, lines={macs: levels}, log=[error]), path)
+    save_figure(plot_training(panels, epochs, lines={macs: {"dense": total_macs}}, log=[error]), path)
+
+
+def plot_gate_shares(history: list[dict[str, Any]], path: Path) -> None:
+    """Histograms of gates while they train, by site (Appendix C of the paper on mixtures)."""
+    sites = list(history[0]["gate_shares"])
+    chosen = [history[i] for i in sorted({0, len(history) // 4, len(history) // 2, len(history) - 1})]
+    panels = np.atleast_1d(figure_axes(1, len(sites), figsize=(4 * len(sites), 3.2), sharey=True))
+    for panel, site, name in zip(panels, sites, short_names(sites), strict=True):
+        for index, entry in enumerate(chosen):
+            style = {key: series(index)[key] for key in ("color", "linestyle")}
+            panel.stairs(entry["gate_shares"][site], np.linspace(0, 1, 21), label=f"epoch {entry['epoch']}", **style)
+        panel.set(xlabel="gate", ylabel="share of draws", title=name, yscale="log")
+    panels[0].legend(fontsize="small")
+    save_figure(list(panels), path)
 
 
 def plot_circuit(

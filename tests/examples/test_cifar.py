@@ -11,10 +11,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import cifar_wrn
-from cifar_wrn import Options
+from cifar_wrn import Options, PlainRun, Run
 from common.cifar import load_cifar
-from common.residual import wide_resnet
+from common.residual import ResidualNetwork, wide_resnet
 from pyro_l0.compaction import compact, load_compacted
+from pyro_l0.distributions import PowerLawGate
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
 from tests.bench.wrn import wrn_table
@@ -26,15 +27,20 @@ def write(folder, name, content):
     (folder / name).write_bytes(pickle.dumps(content, protocol=4))
 
 
-@pytest.fixture
-def folder(tmp_path):
+def write_small_cifar(path):
     """A tiny CIFAR-10: class k is the brightness of the image."""
     generator = np.random.default_rng(0)
     for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
         count = 500 if name == "test_batch" else 26
         labels = generator.integers(0, 10, count)
         data = (25 * labels[:, None] + generator.integers(0, 20, (count, 3072))).astype(np.uint8)
-        write(tmp_path / "cifar-10-batches-py", name, {b"data": data, b"labels": labels.tolist()})
+        write(path / "cifar-10-batches-py", name, {b"data": data, b"labels": labels.tolist()})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The tiny CIFAR-10."""
+    write_small_cifar(tmp_path)
     return tmp_path
 
 
@@ -101,7 +107,7 @@ def test_training_and_resuming(folder, shrink, monkeypatch):
     if shrink:  # a price at which some maps close at once, and leave after three epochs
         options |= {"epochs": 5, "lam": 0.3, "gate_learning_rate": 30.0, "shrink": True}
     straight = without_seconds(cifar_wrn.main(Options(**options, out=folder / "straight")))
-    train_epoch = cifar_wrn.Run.train_epoch
+    train_epoch = cifar_wrn.CifarRun.train_epoch
 
     def stopping(run):
         if len(run.history) == options["epochs"] - 1:
@@ -109,7 +115,7 @@ def test_training_and_resuming(folder, shrink, monkeypatch):
             raise KeyboardInterrupt
         return train_epoch(run)
 
-    monkeypatch.setattr(cifar_wrn.Run, "train_epoch", stopping)
+    monkeypatch.setattr(cifar_wrn.CifarRun, "train_epoch", stopping)
     with pytest.raises(KeyboardInterrupt):
         cifar_wrn.main(Options(**options, out=folder / "resumed"))
     monkeypatch.undo()
@@ -122,8 +128,38 @@ def test_training_and_resuming(folder, shrink, monkeypatch):
     load_compacted(net, folder / "straight" / "pruned")
 
 
+def test_training_error(folder):
+    """Of all images of the epoch, under a network that always says class 3 and does not learn."""
+    images = load_cifar(folder)
+    run = PlainRun(images, Options(network="dense", depth=10, width=1, batch_size=26, learning_rate=1e-30))
+    with torch.no_grad():
+        run.net[-1].weight.zero_()
+        run.net[-1].bias[3] = 1.0
+    run.train_epoch()
+    assert run.measure()["train_error_percent"] == pytest.approx(100 * float((images.train_y != 3).double().mean()))
+
+
+def test_the_mixtures_of_the_paper(folder):
+    """The family, its sharpness, and the paper's weight of 0.7 at the start."""
+    run = Run(load_cifar(folder), Options(family="power_law", beta=2.0, depth=10, width=1, batch_size=26))
+    for gate in run.guide.posterior().values():
+        assert isinstance(gate, PowerLawGate)
+        assert (gate.beta == 2).all()
+        assert gate.weight.mean().item() == pytest.approx(0.7, abs=0.01)
+
+
+def test_residual_networks_of_110_layers():
+    """He et al. (2016, arXiv:1512.03385, Table 6) count 1.7 million parameters; the pre-activated one has as many."""
+    counts = []
+    for net in (ResidualNetwork(3, [16] * 18 + [32] * 18 + [64] * 18), wide_resnet(112, 1)):
+        layers = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3)]
+        assert len(layers) == 109
+        counts.append(sum(p.numel() for p in net.parameters()))
+    assert counts == pytest.approx([1.73e6, 1.73e6], rel=0.01)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["dense", "budget", "prior"])
+@pytest.mark.parametrize("row", ["dense", "budget", "power_law"])
 def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
     """A row of the benchmark at once and in two pieces gives the same line, which the table shows."""
 
@@ -148,7 +184,7 @@ def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
     assert f"| cifar10 | {wrn_table.ROWS[row][0]} | 1 | " in printed
     assert "epoch 6 of 6: error " in printed
     assert ", 00:00 left" in printed
-    train_epoch = cifar_wrn.Run.train_epoch
+    train_epoch = cifar_wrn.CifarRun.train_epoch
 
     def stopping(run):
         if len(run.history) == 4:
@@ -156,7 +192,7 @@ def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
         return train_epoch(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cifar_wrn.Run, "train_epoch", stopping)
+        patch.setattr(cifar_wrn.CifarRun, "train_epoch", stopping)
         with pytest.raises(KeyboardInterrupt):
             run(folder / "resumed")
     assert run(folder / "resumed") == straight

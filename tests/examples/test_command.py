@@ -54,6 +54,7 @@ def refused(capfd, monkeypatch, *arguments):
         ("--network lenet5", "data='mnist' for network='lenet5'"),
         ("--objective spike_slab --shrink", "no shrink for objective='spike_slab'"),
         ("--objective spike_slab --lam 0.1", "no lam and no weight_decay for"),
+        ("--family bernoulli --beta 2", "beta with the hard concrete or a mixture, but got family='bernoulli'"),
         ("--lam 0.1 0.2", "lam with 1 or 3 entries, one per gate site, but got 2"),
         ("--lam 0.05 --target-of weights", "target_of with target only, but got 'weights'"),
         ("--lam 0.05 --retrain-noise 0.1", "retrain_noise of 0 without retrain, but got 0.1"),

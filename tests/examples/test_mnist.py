@@ -48,6 +48,27 @@ def test_every_objective_writes_its_files(objective, tmp_path, capsys):
     assert metrics["findings"][0] in printed
 
 
+@pytest.mark.parametrize(("family", "beta"), [("hard_concrete", 0.5), ("exponential", 6.0)])
+def test_histograms_of_gates(family, beta):
+    """Those of 4,000 draws, within five standard errors; a unit that has left counts as closed."""
+    run = mnist.Run(load_digits(), Options(family=family, beta=beta, lam=(0.05,)))
+    run.units[0] += 16
+    shares = run.measure()["gate_shares"]
+    for (site, gate), units in zip(run.guide.posterior().items(), run.units, strict=True):
+        draws = gate.sample((4000,))
+        counts = torch.histc(draws, 20, 0.0, 1.0)
+        counts[0] += 4000 * (units - draws.shape[-1])
+        expected = torch.tensor(shares[site])
+        assert (counts / (4000 * units) - expected).abs().max() < 5 * (0.25 / counts.sum()) ** 0.5
+        assert expected.sum() == pytest.approx(1.0)
+
+
+def test_multiply_adds_under_dropout():
+    """Figure 3's line: each weight is used with the product of the rates of both its units."""
+    run = mnist.Run(load_digits(), Options(lam=(0.05,)))
+    assert run.dropout_macs() == pytest.approx(64 * 300 * 0.4 + 300 * 100 * 0.25 + 100 * 10 * 0.5)
+
+
 @pytest.mark.slow
 def test_kill_and_resume(tmp_path):
     """Kill -9 during epoch 3 of 6, resume, same metrics to the last bit."""

@@ -1,0 +1,184 @@
+"""docs/papers.md: no item of the papers lacks a row, what it names exists, and each of its commands runs."""
+
+import argparse
+import importlib.util
+import itertools
+import math
+import pydoc
+import re
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyro
+import pytest
+import torch
+import tyro
+
+from common.data import MNIST_SHA256
+from pyro_l0 import HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoGate, factor
+from tests.examples.test_cifar import write_small_cifar
+from tests.examples.test_data import idx
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "papers.md").read_text()
+L0, MIXTURES = PAGE.split("\n## ")[1:]
+COMMANDS = sorted(set(re.findall(r"`python ([^`]+)`", PAGE)))
+# What makes a command's run short; an option that is given twice has its last value.
+SMALL = {
+    "mnist.py": "--epochs 1 --batch-size 30 --out {out}",
+    "cifar_wrn.py": "--epochs 1 --batch-size 26 --data-dir {cifar} --out {out}",
+    "compare_families.py": "--epochs 1 --lams 0.1 --families power_law --out {out}",
+    "compare_objectives.py": "--epochs 1 --rates-only --out {out}",
+    "paper_figures.py": "--out {out}",
+    "comparators.py": "--epochs 1 --out {out}",
+    "gradient_lab.py": "--draws 4 --batch 10 --out {out}",
+    "wrn_table.py": "--data-dir {cifar} --out {out} --lines {out}/lines",
+}
+
+
+def numbered(paper, kind):
+    """How often a table of a paper has each number of a kind in its first column."""
+    cells = re.findall(rf"^\| {re.escape(kind)} ([\d, ]+) \|", paper, re.MULTILINE)
+    return Counter(int(number) for cell in cells for number in cell.split(","))
+
+
+@pytest.mark.parametrize(
+    ("paper", "kind", "last"),
+    [
+        (L0, "Eq.", 29),
+        (L0, "Table", 2),
+        (L0, "Figure", 4),
+        (MIXTURES, "Eq.", 13),
+        (MIXTURES, "Table", 2),
+        (MIXTURES, "Figure", 2),
+        (MIXTURES, "Algorithm", 2),
+    ],
+)
+def test_every_item_has_one_row(paper, kind, last):
+    assert numbered(paper, kind) == Counter(range(1, last + 1))
+
+
+def test_appendices_of_the_paper_on_mixtures():
+    assert re.findall(r"^\| Appendix (\S+) \|", MIXTURES, re.MULTILINE) == ["A.1", "A.2", "B", "C"]
+
+
+def test_every_name_exists():
+    """Files, pages, pictures, and what a role names in the package."""
+    files = re.findall(r"(?:examples|tests)/[\w/]+\.py", PAGE)
+    assert len(files) > 20
+    missing = [name for name in files if not (ROOT / name).is_file()]
+    pages = [f"{name}.md" for name in re.findall(r"\{doc\}`([^`]+)`", PAGE)] + re.findall(r"\]\((images/\S+)\)", PAGE)
+    missing += [name for name in pages if not (ROOT / "docs" / name).is_file()]
+    roles = re.findall(r"\{(?:class|func|meth|attr)\}`~([\w.]+)`", PAGE)
+    assert len(roles) > 20
+    assert missing + [name for name in roles if pydoc.locate(name) is None] == []
+
+
+def test_pictures_are_small():
+    for name in re.findall(r"\]\((images/\S+)\)", PAGE):
+        assert (ROOT / "docs" / name).stat().st_size < 60_000
+
+
+def module(script):
+    """A script as a module."""
+    name = Path(script).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / script)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def options_of(found):
+    """The dataclass of a script's options; None for one that has a parser of its own."""
+    options = getattr(found, "Options", None)
+    return options if options is not None and options.__module__ in (found.__name__, "common.mnist_run") else None
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_is_understood(line, monkeypatch):
+    """By the script's own parser; nothing runs."""
+    script, *arguments = shlex.split(line)
+    found = module(script)
+    options = options_of(found)
+    if options is not None:
+        assert isinstance(tyro.cli(options, args=arguments), options)
+        return
+    unknown = []
+
+    def parse(parser):
+        unknown.append(parser.parse_known_args(arguments)[1])
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(SystemExit):
+        found.main()
+    assert unknown == [[]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Small images of both kinds."""
+    found = {"cifar": tmp_path_factory.mktemp("cifar"), "mnist": tmp_path_factory.mktemp("mnist")}
+    write_small_cifar(found["cifar"])
+    generator = np.random.default_rng(0)
+    shapes = (60, 28, 28), (60,), (20, 28, 28), (20,)
+    for name, shape in zip(MNIST_SHA256, shapes, strict=True):
+        array = generator.integers(0, 10, shape, dtype=np.uint8)
+        (found["mnist"] / name.removesuffix(".gz")).write_bytes(idx(array))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_runs(line, folders, tmp_path, monkeypatch):
+    """At a small setting: few images, one epoch, and shallow networks."""
+    script, *arguments = shlex.split(line)
+    arguments += SMALL[Path(script).name].format(out=tmp_path, **folders).split()
+    if "mnist" in arguments:
+        arguments += ["--data-dir", str(folders["mnist"])]
+    if script.endswith("cifar_wrn.py"):
+        arguments += ["--depth", "14"] if "residual" in arguments else ["--depth", "10", "--width", "1"]
+    if "--hold-out" in arguments:
+        arguments += ["--hold-out", "20"]
+    if "--figure" in arguments:  # of the lines that are there
+        arguments = [*shlex.split(line)[1:], "--figure", str(tmp_path / "wrn.png")]
+    elif "--options" in arguments:
+        arguments += ["--options", '{"epochs": 1, "depth": 10, "batch_size": 26}']
+    found = module(script)
+    if script.endswith("gradient_lab.py"):
+        monkeypatch.setattr(found, "CANDIDATES", found.CANDIDATES[:2])
+    options = options_of(found)
+    if options is not None:
+        found.main(tyro.cli(options, args=arguments))
+    else:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        found.main()
+    assert any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("price", "penalty"), [(1.0, 2.0), (0.5 * math.log(50), math.log(50))])
+def test_aic_and_bic_are_prices(price, penalty):
+    """The objective at closed and open gates is half of the criterion of every subset of three features."""
+    torch.set_default_dtype(torch.float64)
+    x = torch.randn(50, 3)
+    y = x @ torch.tensor([1.0, 0.3, 0.0]) + torch.randn(50)
+    for subset in itertools.product([0, 1], repeat=3):
+        chosen = torch.tensor(subset, dtype=torch.bool)
+        weights = torch.zeros(3)
+        weights[chosen] = torch.linalg.lstsq(x[:, chosen], y).solution
+        log_likelihood = torch.distributions.Normal(x @ weights, 1.0).log_prob(y).sum()
+
+        def model(weights=weights):
+            gates = pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1))
+            factor("y", torch.distributions.Normal(x @ (gates * weights), 1.0).log_prob(y).sum())
+
+        guide = AutoGate(model)
+        guide()
+        guide.locations()[0].data = torch.where(chosen, 40.0, -40.0)
+        loss = L0_ELBO("l0", lam=price).loss(model, guide)
+        assert loss == pytest.approx(float(penalty * chosen.sum() - 2 * log_likelihood) / 2)
