@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -244,6 +244,7 @@ _START = 0.999  # P(z != 0) at the start, or all but one gate in expectation whe
 _BETAS, _EPS = (0.9, 0.99), 1e-15
 _MEMORY = 0.98  # of the moving averages of squared gradients
 _GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
+_FIRST, _MOST_AT_ONCE = -5.0, 3.0  # for gates of each example: that logarithm at the start, and what a batch adds to it
 _HARDENING = 10.0  # of the logarithm of positions in the last steps: what stands at OPENED or further stays on its side
 
 
@@ -254,10 +255,65 @@ class TargetState(TypedDict):
     integral: Tensor
     of_loss: Tensor
     of_penalty: Tensor
-    prices: Tensor | None  # the penalty coefficients, by the name that checkpoints have
+    prices: NotRequired[Tensor | None]  # the penalty coefficients, by the name that checkpoints have
 
 
-class SparsityTarget:
+class _Multiplier:
+    """A multiplier of each constraint: at the scale of the loss, times e to the integral of the violations."""
+
+    def __init__(self, integral: Tensor, fall: int) -> None:
+        self.step = 0
+        self._integral, self._fall = integral, fall
+        self._of_loss = torch.zeros_like(integral)
+        self._of_penalty = torch.zeros_like(integral)
+
+    @property
+    def multiplier(self) -> Tensor:
+        """The multiplier of each constraint in nats, shape ``(k,)``."""
+        # Where no gate has a coefficient yet, both averages are 0.
+        return torch.sqrt(self._of_loss / self._of_penalty.clamp(min=1e-30)) * torch.exp(self._integral)
+
+    @property
+    def saturated(self) -> Tensor:
+        """Whether a multiplier has reached its maximum above the loss's scale, shape ``(k,)``."""
+        return self._integral >= _MOST
+
+    def _take_scales(self, of_loss: Tensor, of_penalty: Tensor) -> None:
+        """Average mean squares of the gradients of loss and penalty, shape ``(k,)``."""
+        self._of_loss.lerp_(of_loss, 1 - _MEMORY)
+        self._of_penalty.lerp_(of_penalty, 1 - _MEMORY)
+
+    def _integrate(self, violation: Tensor, steps: int) -> None:
+        """Add the logarithms of cost over budget, shape ``(k,)``, over some steps."""
+        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * steps / self._fall
+        self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
+
+    def _move(self, device: torch.device) -> None:
+        for name in ("_integral", "_of_loss", "_of_penalty"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def state_dict(self) -> TargetState:
+        """What a resumed run needs, beside the state of the gates."""
+        return {
+            "step": self.step,
+            "integral": self._integral.clone(),
+            "of_loss": self._of_loss.clone(),
+            "of_penalty": self._of_penalty.clone(),
+        }
+
+    def load_state_dict(self, state: TargetState) -> None:
+        """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
+        if state["integral"].shape != self._integral.shape:
+            raise ValueError(
+                f"Expected the state of {self._integral.numel()} constraints, but got {state['integral'].numel()}."
+            )
+        self.step = state["step"]
+        self._integral, self._of_loss, self._of_penalty = (
+            x.to(self._integral).clone() for x in (state["integral"], state["of_loss"], state["of_penalty"])
+        )
+
+
+class SparsityTarget(_Multiplier):
     r"""Keeps a network within a budget of multiply-adds, weights, parameters or another cost while it trains.
 
     The number of steps, the number of gates and the budget determine everything else. All gates start open. In every
@@ -361,15 +417,13 @@ class SparsityTarget:
         self._schedule = BudgetSchedule(steps, pretrained)
         self.steps, self.start, self.reached = steps, self._schedule.start, self._schedule.reached
         self._budget = Budget(costs, budgets, gates, at_least, multiple_of)
+        # At the loss's scale for gates that can go just far enough; the further they can go, the weaker a penalty does.
+        integral = torch.full_like(self._budget.final, -math.log(self._schedule.distance / LEAST_DISTANCE))
+        super().__init__(integral, self.reached - self.start)
         self._positions = GatePositions(guide)
         self._on_budget = on_budget
         number = sum(gate.numel() for gate in gates.values())
         self.gate_learning_rate = self._schedule.rate(self._positions.open_all(max(_START, 1 - 1 / number)))
-        self.step = 0
-        # At the loss's scale for gates that can go just far enough; the further they can go, the weaker a penalty does.
-        self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.distance / LEAST_DISTANCE))
-        self._of_loss = torch.zeros_like(self._integral)
-        self._of_penalty = torch.zeros_like(self._integral)
         self._coefficients: Tensor | None = None
         self._shares = torch.zeros(0)
 
@@ -391,17 +445,6 @@ class SparsityTarget:
         this rate they would move far from where gates close.
         """
         return {"lr": self.gate_learning_rate, "betas": _BETAS, "eps": _EPS, "weight_decay": 0.0}
-
-    @property
-    def multiplier(self) -> Tensor:
-        """The multiplier of each constraint in nats, shape ``(k,)``."""
-        # Where no gate has a coefficient yet, both averages are 0.
-        return torch.sqrt(self._of_loss / self._of_penalty.clamp(min=1e-30)) * torch.exp(self._integral)
-
-    @property
-    def saturated(self) -> Tensor:
-        """Whether a multiplier has reached its maximum above the loss's scale, shape ``(k,)``."""
-        return self._integral >= _MOST
 
     @torch.no_grad()
     def fraction(self) -> Tensor:
@@ -455,8 +498,8 @@ class SparsityTarget:
         grad = torch.cat([_grad(location).flatten() for location in locations]).float()
         coefficients = self._coefficients_of(len(grad))
         slopes = coefficients * self._positions.slopes()
-        self._of_loss.lerp_(self._shares @ grad.nan_to_num(0.0, 0.0, 0.0).square(), 1 - _MEMORY)
-        self._of_penalty.lerp_((slopes.square() * self._shares).sum(1), 1 - _MEMORY)
+        squares = grad.nan_to_num(0.0, 0.0, 0.0).square()
+        self._take_scales(self._shares @ squares, (slopes.square() * self._shares).sum(1))
         added = (self.multiplier @ slopes).split([location.numel() for location in locations])
         for location, more in zip(locations, added, strict=True):
             location.grad = _grad(location) + more.view(location.shape).to(location)
@@ -486,9 +529,7 @@ class SparsityTarget:
         """Put the deterministic network onto the curve, and let the multiplier follow."""
         schedule, interval = self._schedule, self._schedule.interval
         budget = schedule.budget(self.step, self.budget)
-        violation = torch.log(self.fraction() / budget)
-        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * interval / (self.reached - self.start)
-        self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
+        self._integrate(torch.log(self.fraction() / budget), interval)
         before = 1.0
         if self.step > self.start + interval:
             before = float(schedule.budget(self.step - interval, self.budget)[0])
@@ -542,37 +583,116 @@ class SparsityTarget:
         if like is None or like.device == self.budget.device:
             return
         self._budget.to(like.device)
-        for name in ("_integral", "_of_loss", "_of_penalty"):
-            setattr(self, name, getattr(self, name).to(like.device))
+        self._move(like.device)
         self._coefficients = None
 
     def state_dict(self) -> TargetState:
         """What a resumed run needs, beside the guide's state."""
-        return {
-            "step": self.step,
-            "integral": self._integral.clone(),
-            "of_loss": self._of_loss.clone(),
-            "of_penalty": self._of_penalty.clone(),
-            "prices": self._coefficients,
-        }
+        return {**super().state_dict(), "prices": self._coefficients}
 
     def load_state_dict(self, state: TargetState) -> None:
-        """Continue from :meth:`state_dict`.
+        """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
+        super().load_state_dict(state)
+        self._coefficients = None
+        if (prices := state.get("prices")) is not None:
+            self._put_coefficients(prices.to(self._integral))
+
+
+class ActiveTarget(_Multiplier):
+    r"""Keeps the gates that a network computes for each example to a number of active ones while it trains.
+
+    For n gates of each of B examples the penalty of :class:`SparsityTarget` is
+
+    .. math:: \mu e^v E[L_0], \qquad E[L_0] = \frac{1}{B} \sum_{i=1}^B \sum_{j=1}^n P(z_{ij} \neq 0), \qquad
+        \mu = e^I \frac{\operatorname{rms}(\nabla_a \text{loss})}{\operatorname{rms}(\nabla_a E[L_0])},
+
+    where a are the locations of all gates of a batch, such as their logits. As there, what is counted is deterministic:
+    :math:`L_0` is the mean over a batch of the number of test gates of an example that are not 0. Ten times its log
+    ratio to ``active``, between -3 and 3, is v, and I is the sum of these, between -1 and 1, from a small start. Gates
+    move by their gradients only, so the number is met in the mean of many examples. With random gates it is E[L_0].
+
+    Args:
+        active: number of active gates of an example, in the mean, above 0.
+        steps: number of optimiser steps, at least 10, which says how fast I moves. The number is met after about half
+            of them, and further ones go on alike.
+
+    Attributes:
+        multiplier: :math:`\mu`, the price of an active gate of an example in nats, shape ``()``; 0 at first.
+
+    Example:
+        >>> from pyro_l0.nn import L0Gate
+        >>> _ = torch.manual_seed(0)
+        >>> encoder, target = torch.nn.Linear(8, 32), ActiveTarget(5, steps=200)
+        >>> optimiser = torch.optim.Adam(encoder.parameters(), 0.03)
+        >>> for _ in range(200):
+        ...     gate = L0Gate.from_logits(encoder(torch.randn(256, 8)))
+        ...     target.add_gradient(gate.distribution)
+        ...     optimiser.zero_grad()
+        ...     (gate().sum(1) - 10).square().mean().backward()
+        ...     optimiser.step()
+        ...     target.ascend()
+        >>> 4.7 < (L0Gate.from_logits(encoder(torch.randn(1000, 8))).test_gate != 0).sum() / 1000 < 5.3
+        tensor(True)
+
+    References:
+        As for :class:`SparsityTarget`; Rajamanoharan et al. (2024), arXiv:2407.14435, for L0 of sparse autoencoders.
+    """
+
+    def __init__(self, active: float, *, steps: int) -> None:
+        if not active > 0:
+            raise ValueError(f"Expected a number of active gates above 0, but got {active}.")
+        expect_count(_LEAST_STEPS, steps=steps)
+        super().__init__(torch.tensor(_FIRST), int(_FALL * steps))
+        self.active = active
+        self._violations: list[Tensor] = []  # of the batches of this step
+
+    def add_gradient(self, gates: GateDistribution) -> None:
+        """Let the backward pass add the penalty's gradient to that of the gates' locations; call it *before*.
+
+        Without gradients nothing happens. A step may have several batches.
+
+        Args:
+            gates: gates of a batch, those of an example in the last dimension of ``batch_shape``, such as the
+                ``distribution`` of :meth:`L0Gate.from_logits <pyro_l0.nn.L0Gate.from_logits>`, or what a Pyro guide
+                samples from. Several layers have a target each.
 
         Raises:
-            ValueError: the state has another number of constraints.
+            ValueError: the gates are parameters, or an example has no more than ``active``.
         """
-        if state["integral"].shape != self._integral.shape:
+        location: Tensor = getattr(gates, next(iter(gates.learned)))
+        if not location.requires_grad:
+            return
+        if location.is_leaf or location.shape[-1] <= self.active:
             raise ValueError(
-                f"Expected the state of {len(self._integral)} constraints, but got {len(state['integral'])}."
+                f"Expected more than {self.active} gates that a network computes for each example, but got gates of "
+                f"shape {tuple(location.shape)}. Give parameters to a SparsityTarget."
             )
-        self.step = state["step"]
-        self._integral, self._of_loss, self._of_penalty = (
-            x.to(self._integral).clone() for x in (state["integral"], state["of_loss"], state["of_penalty"])
-        )
-        self._coefficients = None
-        if state["prices"] is not None:
-            self._put_coefficients(state["prices"].to(self._integral))
+        self._move(location.device)
+        with torch.no_grad():
+            slopes = gates.active_slope.float() / location.shape[:-1].numel()
+            violation = torch.log((gates.test_gate != 0).sum(-1).float().mean() / self.active)
+
+        def add(grad: Tensor) -> Tensor:
+            self._violations.append(violation)
+            self._take_scales(grad.float().nan_to_num(0.0, 0.0, 0.0).square().mean(), slopes.square().mean())
+            multiplier = self.multiplier * torch.exp((violation / _FAR).clamp(-_MOST_AT_ONCE, _MOST_AT_ONCE))
+            return grad + (multiplier * slopes).to(grad)
+
+        location.register_hook(add)
+
+    def ascend(self) -> None:
+        """Advance one step, after the optimiser's: the multiplier follows the number of active gates.
+
+        Raises:
+            ValueError: no backward pass has reached the gates since the last step.
+        """
+        if not self._violations:
+            raise ValueError(
+                "Expected a backward pass through the gates in every step, but got none; call add_gradient before it."
+            )
+        self._integrate(torch.stack(self._violations).mean(), 1)
+        self._violations = []
+        self.step += 1
 
 
 def _grad(location: Tensor) -> Tensor:
