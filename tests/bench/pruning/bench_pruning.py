@@ -37,6 +37,7 @@ from common.data import load_mnist
 from common.residual import ResidualNetwork
 from common.sweep import read_result, write_json
 from tests.bench.pruning.importance_runs import ENTRIES, METHODS, Problem, Row, Shuffled, pretrain, prune, table
+from tests.bench.pruning.masks import MASKS
 
 STEPS, PASS = 1000, 50  # batches per pass, of which there are whole numbers in all the steps
 DENSE_STEPS = {"mlp": 3000, "cnn": 2000, "resnet": 1200, "plain": 1200}
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--network", choices=list(DENSE_STEPS), nargs="+", default=list(DENSE_STEPS))
     parser.add_argument("--budget", type=float, nargs="+", default=BUDGETS)
-    parser.add_argument("--method", choices=METHODS, nargs="+", default=METHODS)
+    parser.add_argument("--method", choices=(*METHODS, *MASKS), nargs="+", default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--finetune", type=float)
     parser.add_argument("--distil", type=float, nargs=2, metavar=("WEIGHT", "TEMPERATURE"))

@@ -20,6 +20,7 @@ from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import Distillation
 from pyro_l0.training import Checkpoint
 from tests.bench.pruning.importance import prune_by_importance, train
+from tests.bench.pruning.masks import MASKS, drawn_as, schedule
 
 __all__ = ["METHODS", "Problem", "Row", "Shuffled", "pretrain", "prune", "table"]
 
@@ -33,6 +34,7 @@ TITLES = {
     "fisher_floor": "Fisher per multiply-add, with a floor",
 }
 METHODS = tuple(TITLES)
+TITLES |= {mask: f"gates, {mask}" for mask in MASKS}
 ENTRIES = ("method", "budget", "seed", "dense", "cut", "end", "used")
 Row = dict[str, Any]
 
@@ -126,7 +128,7 @@ def prune(problem: Problem, network: nn.Module, method: str, budget: float, seed
     pyro.set_rng_seed(seed)
     gated = insert_gates(network, places(network, problem.example))
     row: Row = {"method": method, "budget": budget, "seed": seed, "dense": problem.error(network)}
-    if method != "gates":
+    if method not in ("gates", *MASKS):
         steps = problem.epochs * len(problem.batches)
         batches, loss = problem.batches, F.cross_entropy
         if problem.distil is not None:
@@ -134,9 +136,11 @@ def prune(problem: Problem, network: nn.Module, method: str, budget: float, seed
         found = prune_by_importance(gated, method, budget, batches, steps, loss, problem.example, problem.error)
         units = {site: int(gate.sum()) for site, gate in found.gates.items()}
         return {**row, "cut": found.cut, "end": found.end, "used": found.fraction / budget, "units": units}
-    training = Training(finetune=problem.finetune, distil=problem.distil, evaluate=problem.error)
+    own = {"finetune": problem.finetune, "distil": problem.distil, "make_schedule": schedule(method)}
+    training = Training(evaluate=problem.error, **own)
     options = {"epochs": problem.epochs, "training": training}
-    pruned = pyro_l0.prune(gated, F.cross_entropy, problem.batches, problem.example, budget, **options)
+    with drawn_as(method):
+        pruned = pyro_l0.prune(gated, F.cross_entropy, problem.batches, problem.example, budget, **options)
     left, full = pruned.report.left["macs"]
     units = {site: sum(value > 0 for value in gate) for site, gate in pruned.plan.gates.items()}
     return {**row, "cut": pruned.report.cut, "end": pruned.report.end, "used": left / full / budget, "units": units}
@@ -160,7 +164,7 @@ def summaries(rows: Sequence[Row]) -> dict[float, dict[str, list[Row]]]:
         found.setdefault(row["budget"], {}).setdefault(row["method"], []).append(row)
     best: dict[float, dict[str, list[Row]]] = {}
     for budget, methods in found.items():
-        ways = itertools.groupby(sorted(methods, key=METHODS.index), _family)
+        ways = itertools.groupby(sorted(methods, key=[*TITLES].index), _family)
         names = [min(names, key=lambda name, methods=methods: _mean(methods[name], "end")) for _, names in ways]
         best[budget] = {name: methods[name] for name in names}
     return best

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.residual import ResidualNetwork
+from pyro_l0 import HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, insert_gates
 from pyro_l0.nn.insert import hooks_of
 from tests.bench.pruning import importance_runs
 from tests.bench.pruning.importance import SCORES, Units, derivatives, prune_by_importance
 from tests.bench.pruning.importance_runs import Problem, Shuffled
+from tests.bench.pruning.masks import GATED_STEPS, drawn_as
 
 
 def small(seed=0):
@@ -151,3 +153,14 @@ def test_rows_of_gates_and_scores():
     shared = insert_gates(network, importance_runs.places(network, x[:1]))
     streams = {path: hook.gate for path, hook in hooks_of(shared)}
     assert streams["stem.2"] is streams["blocks.0.relu2"]
+
+
+@pytest.mark.parametrize(("method", "value", "like"), [("mean", "test_gate", "mean"), ("falling", "median", "median")])
+def test_masks_without_noise(method, value, like):
+    """In the end, the values and slopes that each says; several gates are drawn together."""
+    gates = [HardConcrete(torch.linspace(-4, 6, size, requires_grad=True)) for size in (3, 5)]
+    with drawn_as(method):
+        *_, last = (gates[0].draw_jointly(gates).draws[1] for _ in range(GATED_STEPS + 1))
+    torch.testing.assert_close(last, getattr(gates[1], value))
+    slopes = [torch.autograd.grad(x.sum(), gates[1].log_alpha)[0] for x in (last, getattr(gates[1], like))]
+    torch.testing.assert_close(*slopes)
