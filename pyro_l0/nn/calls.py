@@ -15,7 +15,7 @@ from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example, Recording, Value, calls_of, record
 from pyro_l0.nn.gate import check_given, gate_names
 
-__all__ = ["Calls", "ModuleCall", "follow_calls", "record_called", "record_example", "refuse_computed"]
+__all__ = ["Calls", "ModuleCall", "containing", "follow_calls", "record_called", "record_example", "refuse_computed"]
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,20 @@ def follow_calls(network: nn.Module, example: Example) -> Calls:
     refuse_computed(network)
     operations = recording.operations
     values = {id(value.tensor): value for one in operations for value in (*one.inputs, *one.made)}
+    # What a module made itself, though a later one changed it in place.
+    made = {(path, id(x.tensor)): x for one in operations for path in containing(one.path) for x in one.made}
     calls: dict[nn.Module, list[ModuleCall]] = {}
     for module, given, result, behind, number in seen:
-        call = ModuleCall(behind, values.get(id(given)), values.get(id(result)), number)
+        output = made.get((paths[module], id(result)), values.get(id(result)))
+        call = ModuleCall(behind, values.get(id(given)), output, number)
         calls.setdefault(module, []).append(call)
     return Calls(calls, analyse(recording, {}).maps)
+
+
+def containing(path: str) -> list[str]:
+    """A module's path and those of the modules that contain it, the network apart."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names), 0, -1)]
 
 
 def _hidden(module: nn.Module, result: Any) -> object:

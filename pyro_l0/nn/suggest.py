@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import Calls, follow_calls, record_called
+from pyro_l0.nn.calls import Calls, containing, follow_calls, record_called
 from pyro_l0.nn.cost import ClosedUnits
 from pyro_l0.nn.engine.maps import Axis, Link, Maps, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
@@ -161,7 +161,7 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
     found: Found = {}
     refused: dict[str, str] = {}
     users, read, ends = _users(calls.maps.recording), _read_outside(calls.maps.recording), _Outputs(calls.maps)
-    paths = {part for path in {x.path for x in calls.maps.recording.operations} for part in _around(path)}
+    paths = {part for path in {x.path for x in calls.maps.recording.operations} for part in containing(path)}
     busy = {module for path, module in network.named_modules() if path in paths}
     returned: dict[Value | None, dict[nn.Module, Value | None]] = {}
     for module, made in calls.of.items():
@@ -198,17 +198,11 @@ def _read_outside(recording: Recording) -> set[str]:
     found: set[str] = set()
     for operation in recording.operations:
         for value in operation.inputs:
-            owners = [_around(name.rpartition(".")[0]) for name in value.names]  # of every name of a tied one
-            inside = set(_around(operation.path))
+            owners = [containing(name.rpartition(".")[0]) for name in value.names]  # of every name of a tied one
+            inside = set(containing(operation.path))
             if owners and not any(modules[0] in inside for modules in owners if modules):
                 found.update(path for modules in owners for path in modules if path not in inside)
     return found
-
-
-def _around(path: str) -> list[str]:
-    """A module's path and those of the modules that contain it, the network apart."""
-    names = path.split(".") if path else []
-    return [".".join(names[:length]) for length in range(len(names), 0, -1)]
 
 
 def _users(recording: Recording) -> dict[Value, list[Operation]]:
@@ -307,15 +301,15 @@ class _Outputs:
 
 
 def _has_other(own: nn.Module, returned: Mapping[nn.Module, Value | None], busy: Set[nn.Module], value: Value) -> bool:
-    """Whether another module returns the same tensor: one inside, one that made it, or one that changes it in place.
+    """Whether another module returns the same tensor: one inside, or one that made it.
 
     By module that returns it, ``returned`` is what each got. One that only passes it on, such as the Identity of a
     shortcut, may be one of several that use it; ``busy`` modules run operations.
     """
     makers = {module for module, before in returned.items() if before is not value or module in busy}
-    if any(module in returned for module in own.modules() if module is not own) or (own not in makers and makers):
-        return True
-    return any(before is value and module is not own and module in makers for module, before in returned.items())
+    return any(module in returned for module in own.modules() if module is not own) or (
+        own not in makers and bool(makers)
+    )
 
 
 def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:

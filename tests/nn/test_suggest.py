@@ -69,6 +69,29 @@ def test_a_gate_is_suggested_behind_each_activation_and_branch():
     assert found.refused == {"last": "it makes the network's output"}
 
 
+class BasicBlock(nn.Module):
+    """As in torchvision's ResNets: one activation in place for both calls, and a sum in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5)
+        self.conv2, self.bn2 = nn.Conv2d(5, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x
+        return self.relu(y)
+
+
+def test_gates_stand_behind_norms_whose_outputs_change_in_place():
+    """Not in front of them: in training a BatchNorm undoes what a gate above 0 multiplies by."""
+    network = nn.Sequential(nn.Conv2d(2, 4, 3), BasicBlock(), nn.Flatten(), nn.Linear(16, 3))
+    found = suggest_gates(network, IMAGE)
+    assert {"1.bn1", "1.bn2"} <= set(found)
+    assert not {"1.conv1", "1.conv2"} & set(found)
+
+
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.Dropout2d(0.1)])
 def test_a_unit_that_is_pooled_has_one_place(pool):
     """Behind the pool, though a maximum is handed on with its index; not coupled with the activation in front."""
