@@ -64,8 +64,8 @@ class Options:
     Attributes:
         data: which of the two sets.
         data_dir: folder with the batches; downloaded with a hash check if not given.
-        network: a wide residual network with gates, with dropout of 0.3 or nothing in their place; or a residual
-            network (He et al. 2016), which has no width.
+        network: a wide residual network with gates, with dropout of 0.3 or nothing instead; or a residual network (He
+            et al. 2016), which has no width.
         depth: layers of the network.
         width: factor on its maps.
         family: family of the posterior gates.
@@ -275,6 +275,10 @@ def main(options: Options) -> dict[str, Any]:
     """Train, write the files, print a table; returns the metrics."""
     command.check(options)
     family_options(options.family, options.beta)
+    of_gates = ("family", "beta", "lam", "prior_active_prob", "gate_learning_rate", "shrink")
+    given = [name for name in of_gates if getattr(options, name) != getattr(Options, name)]
+    if options.network != "gated" and given:
+        raise ValueError(f"Expected no {given[0]} with network={options.network!r}, which has no gates.")
     path = options.out / "checkpoint.pt"
     if options.resume:
         command.require_checkpoint(path)

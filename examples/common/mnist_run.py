@@ -270,7 +270,7 @@ class Run(GatedRun):
         return {**super().measure(), "gate_shares": shares}
 
     def dropout_macs(self) -> float:
-        """Expected multiply-adds of the network with dropout in the place of its gates (Figure 3 of the L0 paper)."""
+        """Expected multiply-adds of the network with dropout instead of its gates (Figure 3 of the L0 paper)."""
         rates = zip(self.group_sizes, self.units, KEEP_RATES[self.options.network], strict=True)
         return float(self.cost.macs({site: torch.full((size,), rate) for site, size, rate in rates}))
 

@@ -185,7 +185,7 @@ class Classifier(nn.Module):
         self.num_data = num_data
 
     def forward(self, images: Tensor, labels: Tensor) -> None:
-        """Score a minibatch, in the place of all data."""
+        """Score a minibatch, instead of all data."""
         logits = self.net(images)
         self.logits = logits.detach()
         # What a Categorical in a subsampled plate says, whose work is some percent of a small network's step.

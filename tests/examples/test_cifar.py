@@ -139,6 +139,14 @@ def test_training_error(folder):
     assert run.measure()["train_error_percent"] == pytest.approx(100 * float((images.train_y != 3).double().mean()))
 
 
+def test_networks_without_gates_take_no_options_of_gates(folder, tmp_path):
+    """They would change nothing."""
+    with pytest.raises(ValueError, match="Expected no shrink with network='dense', which has no gates"):
+        cifar_wrn.main(Options(network="dense", shrink=True, data_dir=folder, out=tmp_path))
+    with pytest.raises(ValueError, match=r"Expected depth of 14, 20, .* for a residual network, but got 28"):
+        cifar_wrn.main(Options(network="residual", data_dir=folder, out=tmp_path))
+
+
 def test_the_mixtures_of_the_paper(folder):
     """The family, its sharpness, and the paper's weight of 0.7 at the start."""
     run = Run(load_cifar(folder), Options(family="power_law", beta=2.0, depth=10, width=1, batch_size=26))

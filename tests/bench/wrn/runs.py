@@ -1,4 +1,4 @@
-"""A run of the wide residual network beside the example's: under a budget in place of a price."""
+"""A run of the wide residual network beside the example's: under a budget instead of a price."""
 
 from __future__ import annotations
 
