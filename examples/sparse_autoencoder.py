@@ -1,7 +1,8 @@
 """Sparse autoencoders with L0 gates per example, beside top-k and L1, at the same number of active units.
 
-An encoder gives each unit a logit and a magnitude for every example; an L0 gate of the logit times the magnitude is the
-unit. A controller moves the price of open gates, and that of L1, until as many units are active as with top-k.
+An encoder gives each unit a magnitude for every example, and an L0 gate whose logit says how far that is above a
+threshold; their product is the unit. A target keeps the gates to as many active units as top-k has, and a controller
+moves the price of L1 until it has as many.
 ``superposition`` sums about 3 of 64 features, whose directions have 24 dimensions: one is recovered if a column of the
 decoder has a cosine above 0.9 with it. ``activations`` are the second hidden layer of an MLP that learns digits.
 
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data import load_digits
+from pyro_l0.infer.target.sparsity_target import ActiveTarget
 from pyro_l0.nn import L0Gate
 from pyro_l0.plots import figure_axes, plot_bars, plot_curves, save_figure
 
@@ -34,7 +36,7 @@ __all__ = ["Options", "Row", "main"]
 
 METHODS, DIMENSIONS, FEATURES, RECOVERED = ("L0", "top-k", "L1"), 24, 64, 0.9
 BATCH, LEARNING_RATE, GAIN = 200, 3e-3, 0.01  # the gain is of the price's logarithm, per step
-SHARPNESS, THRESHOLD = 7.0, 0.7  # logits per unit of input, and the input at which gates are even at the start
+SHARPNESS, THRESHOLD = 60.0, 0.4  # logits per unit of magnitude, and the magnitude at which gates are even at the start
 USAGE = 0.3  # part of the mean rate at which a unit that explains nothing stays open
 
 
@@ -124,48 +126,55 @@ def scaled(train: Tensor, test: Tensor, active: int, units: int, directions: Ten
 
 
 class Autoencoder(nn.Module):
-    """``forward`` gives the reconstruction, the units, how many are active, and what the price is paid for."""
+    """``forward`` gives the reconstruction, the active units, what the price is paid for, and the gates of L0."""
 
     def __init__(self, method: str, data: Data) -> None:
         super().__init__()
         self.method, self.active = method, data.active
         directions = F.normalize(torch.randn(data.train.shape[1], data.units), dim=0)
-        starts = {"decoder": (directions, 0.0), "encoder": (directions.T, 0.0), "gates": (directions.T, -THRESHOLD)}
-        for name, (weight, bias) in starts.items():
+        self.threshold = nn.Parameter(torch.full((data.units,), THRESHOLD))
+        for name, weight in {"decoder": directions, "encoder": directions.T}.items():
             self.add_module(name, nn.Linear(*weight.T.shape))
-            self.get_submodule(name).load_state_dict({"weight": weight, "bias": torch.full((len(weight),), bias)})
+            self.get_submodule(name).load_state_dict({"weight": weight, "bias": torch.zeros(len(weight))})
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
-        x = x - self.decoder.bias
-        units = self.encoder(x).relu()
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, L0Gate | None]:
+        units, gate = self.encoder(x - self.decoder.bias).relu(), None
         price_of = units.sum(1).mean()  # L1, as columns have norm 1
         if self.method == "top-k":
             units = units * (units >= units.topk(self.active).values[:, -1:])
         active = units != 0
         if self.method == "L0":
-            gate = L0Gate.from_logits(SHARPNESS * self.gates(x)).train(self.training)
+            # Gates move thresholds only: the price would make magnitudes smaller.
+            gate = L0Gate.from_logits(SHARPNESS * (units.detach() - self.threshold)).train(self.training)
             rate = gate.active_prob.mean(0)
-            # Beside expected L0 the KL of an even usage of the units to theirs: without it many die.
-            price_of = rate.sum() - USAGE * self.active / len(rate) * rate.log().sum()
+            # The KL of an even usage of the units to theirs: without it many die.
+            price_of = -USAGE * self.active / len(rate) * rate.log().sum()
             units, active = gate(units), active & (gate.test_gate != 0)
-        return self.decoder(units), active, float(active.sum(1).float().mean()), price_of
+        return self.decoder(units), active, price_of, gate
 
 
 def train(method: str, data: Data, steps: int) -> Autoencoder:
     """Train an autoencoder until it has the wanted number of active units."""
     network = Autoencoder(method, data)
     optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE)
+    target = ActiveTarget(data.active, steps=max(steps, 10))
     price, first = 0.0 if method == "top-k" else 0.01, 0.0
     for step in range(steps):
         optimiser.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (steps - step) / (0.3 * steps))
         x = data.train[torch.randint(len(data.train), (BATCH,))]
-        reconstruction, _, count, price_of = network(x)
+        reconstruction, active, price_of, gate = network(x)
+        if gate is not None:
+            target.add_gradient(gate.distribution)
+            price = float(target.multiplier)
         optimiser.zero_grad()
         ((reconstruction - x).square().sum(1).mean() + price * price_of).backward()
         optimiser.step()
+        if gate is not None:
+            target.ascend()
         network.decoder.weight.data = F.normalize(
             network.decoder.weight.data, dim=0
         )  # or L1 is evaded by large columns
+        count = float(active.sum(1).float().mean())
         first = first or max(count, data.active)
         wanted = first * (data.active / first) ** min(1.0, 2 * step / steps)  # it falls in half of the steps
         price *= math.exp(GAIN * max(-1.0, min(1.0, math.log((count + 1e-3) / wanted))))
@@ -175,10 +184,10 @@ def train(method: str, data: Data, steps: int) -> Autoencoder:
 @torch.no_grad()
 def measure(network: Autoencoder, data: Data) -> Row:
     """Count on the test examples, with deterministic gates."""
-    reconstruction, active, count, _ = network(data.test)
+    reconstruction, active, *_ = network(data.test)
     left = (reconstruction - data.test).square().sum() / (data.test - data.test.mean(0)).square().sum()
     cosines = (network.decoder.weight.T @ data.directions).amax(0)
-    return Row(100 * left.item(), count, (~active.any(0)).sum().item(), cosines)
+    return Row(100 * left.item(), active.sum(1).float().mean().item(), (~active.any(0)).sum().item(), cosines)
 
 
 def plot(rows: dict[tuple[str, str], list[Row]], path: Path) -> None:
