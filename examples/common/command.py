@@ -45,7 +45,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("seed", "seeds"), whole(0, 2**32 - 1)),
     **dict.fromkeys(("budgets", "prior_active_prob", "target"), RATE),
     **dict.fromkeys(("beta", "gate_learning_rate", "learning_rate", "nats", "strength"), POSITIVE),
-    **dict.fromkeys(("lam", "lams", "retrain_noise", "weight_decay"), NOT_NEGATIVE),
+    **dict.fromkeys(("evenness", "lam", "lams", "retrain_noise", "weight_decay"), NOT_NEGATIVE),
     "depth": whole(10, 1000),
     "draws": whole(2),
     **dict.fromkeys(("edges", "records"), whole(1)),

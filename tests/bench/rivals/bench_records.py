@@ -1,11 +1,11 @@
 """Gates on records of a survey, beside l0-python: python tests/bench/rivals/bench_records.py --out FILE
 
 Needs ``pip install l0-python`` (0.6.2 here). On the data of ``examples/survey_calibration.py``, each row is a choice of
-at most ``--records`` records: "gates" in one run with a budget; "l0-python" with the settings of its page, its price
-found by a bisection of at most ten runs, which ends within 2 % of the budget, and protected records starting open;
-"least squares", nonnegative weights by SciPy, where protected records weigh at least 1 and which has no budget.
-"fitted" adds the example's fit of the weights that are left. Seconds are of processor time, all runs together. FILE
-takes a line of JSON for each method and seed, and a second call goes on where the first stopped.
+at most ``--records`` records: "gates" in one run with a budget; "l0-python" with the settings of its page, protected
+records starting open, and its price found by a bisection of at most ten runs that ends within 2 % of the budget, in
+``--between``; "least squares", nonnegative weights by SciPy, where protected records weigh at least 1 and which has no
+budget. "fitted" adds the example's fit of the weights that are left. Seconds are of processor time, all runs together.
+FILE takes a line of JSON for each method and seed, and a second call goes on where the first stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from survey_calibration import POPULATION, Figures, Survey, choose, figures, fit, survey
+from survey_calibration import POPULATION, Figures, Options, Survey, choose, figures, fit, survey
 
-LOWEST, HIGHEST, RUNS, NEAR, EPOCHS, STEPS = 1e-6, 1e-1, 10, 0.98, 2000, 1000
+RUNS, NEAR, EPOCHS = 10, 0.98, 2000
 
 
-def rival(found: Survey, records: int, seed: int) -> Tensor:
-    """Weights by l0-python, of the best of ten prices."""
+def rival(found: Survey, records: int, seed: int, low: float, high: float) -> Tensor:
+    """Weights by l0-python, of the best of at most ten prices between two."""
     from l0.calibration import SparseCalibrationWeights
 
     totals = np.full(len(found.shares), 1e6)  # its relative errors are by the target plus 1
     matrix, size = sparse.csr_matrix(totals[:, None] * found.shares.numpy()), len(found.protected)
-    low, high, best = LOWEST, HIGHEST, torch.zeros(size).double()
+    best = torch.zeros(size).double()
     for _ in range(RUNS):
         price = (low * high) ** 0.5
         torch.manual_seed(seed)
@@ -69,19 +69,15 @@ def least_squares(found: Survey) -> Tensor:
     return least + torch.tensor(nnls(found.shares.numpy(), (1 - found.shares @ least).numpy())[0])
 
 
-METHODS: dict[str, Callable[[Survey, int, int], Tensor]] = {
-    "gates": lambda found, records, seed: choose(found, records, STEPS),
-    "l0-python": rival,
-    "least squares": lambda found, records, seed: least_squares(found),
-}
-
-
-def rows(by: str, records: int, seed: int) -> Iterator[dict[str, Any]]:
+def rows(by: str, records: int, seed: int, evenness: float, between: tuple[float, float]) -> Iterator[dict[str, Any]]:
     """The figures of a method, as it comes and fitted."""
     found, case = survey(seed), {"records_at_most": records, "seed": seed}
     torch.manual_seed(seed)
     start = time.process_time()
-    weights = METHODS[by](found, records, seed)
+    if by == "gates":
+        weights = choose(found, records, evenness, Options.steps)
+    else:
+        weights = rival(found, records, seed, *between) if by == "l0-python" else least_squares(found)
     yield {"by": by, **case, **figures(found, weights)._asdict(), "seconds": time.process_time() - start}
     weights = fit(found, weights)
     yield {"by": f"{by}, fitted", **case, **figures(found, weights)._asdict(), "seconds": time.process_time() - start}
@@ -93,13 +89,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--records", type=int, default=1000)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--evenness", type=float, default=Options.evenness)
+    parser.add_argument("--between", nargs=2, type=float, default=[1e-6, 1e-1], help="prices of l0-python")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    for seed, by in itertools.product(options.seeds, METHODS):
+    for seed, by in itertools.product(options.seeds, ("gates", "l0-python", "least squares")):
         if any((x["by"], x["records_at_most"], x["seed"]) == (by, options.records, seed) for x in lines):
             continue
-        new = list(rows(by, options.records, seed))
+        new = list(rows(by, options.records, seed, options.evenness, options.between))
         with options.out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in new)
         lines += new
