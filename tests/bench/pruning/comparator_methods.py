@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.bench.pruning.comparator_noise import LogNormals, TruncatedLogNormal
 
-__all__ = ["METHODS", "Layer"]
+__all__ = ["METHODS", "Convolution", "Layer"]
 
 GLOBAL_SCALE = 1e-5  # of the half-Cauchy prior of a layer's common scale in BC-GHS
 
@@ -39,11 +39,39 @@ class Layer(nn.Module):
         return self.linear.weight.detach(), torch.ones(self.linear.in_features, dtype=torch.bool)
 
 
+class Convolution(nn.Module):
+    """A convolution by a method's layer, whose units are the maps that it reads.
+
+    A linear layer makes of the maps at each pixel what they add to all outputs around it, and these are summed.
+    """
+
+    def __init__(self, layer: Layer, size: int) -> None:
+        super().__init__()
+        self.layer, self.size = layer, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape ``(batch, maps, height, width)``, with the outputs for which all pixels are there."""
+        height, width = x.shape[2:]
+        parts = self.layer(x.flatten(2).mT).mT
+        spread, rim = (height + self.size - 1, width + self.size - 1), self.size - 1
+        return F.fold(parts, spread, self.size)[:, :, rim:-rim, rim:-rim]
+
+    def as_filters(self, weight: Tensor) -> Tensor:
+        """The layer's weights as those of a convolution."""
+        return weight.view(-1, self.size, self.size, weight.shape[1]).flip(1, 2).permute(0, 3, 1, 2)
+
+
+def units(x: Tensor) -> Tensor:
+    """One number for each unit of each example; those of a map have the same noise at all pixels."""
+    return x if x.dim() == 2 else x[:, :1]
+
+
 class Dropout(Layer):
     """Dropout of 0.2 of the inputs and half of the hidden units."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(F.dropout(x, 0.2 if self.linear.in_features > 300 else 0.5))
+        rate = 0.2 if self.linear.in_features == 784 else 0.5
+        return self.linear(x * F.dropout(torch.ones_like(units(x)), rate))
 
 
 class ConcreteDropout(Layer):
@@ -54,7 +82,7 @@ class ConcreteDropout(Layer):
         self.logit = nn.Parameter(torch.tensor(-1.4))  # of dropping
 
     def forward(self, x: Tensor) -> Tensor:
-        u = torch.rand_like(x).clamp(1e-6, 1 - 1e-6)
+        u = torch.rand_like(units(x)).clamp(1e-6, 1 - 1e-6)
         dropped = torch.sigmoid((self.logit + torch.logit(u)) / 0.1)
         return self.linear(x * (1 - dropped) / torch.sigmoid(-self.logit))
 
@@ -75,7 +103,7 @@ class Generalized(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         rate = torch.sigmoid(self.logit)
-        draw = (torch.rand_like(x) < rate).to(x)
+        draw = (torch.rand_like(units(x)) < rate).to(x)
         return self.linear(x * (draw + rate - rate.detach()))
 
     def penalty(self) -> Tensor:
@@ -134,7 +162,7 @@ class VIB(Layer):
         self.log_var = nn.Parameter(torch.full((fan_in,), -9.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(x)))
+        return self.linear(x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(units(x))))
 
     def penalty(self) -> Tensor:
         """Half of log(1 + mu^2 / var), weighed by the units that read it."""
@@ -155,7 +183,7 @@ class SBP(Layer):
         self.noise = TruncatedLogNormal(fan_in)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.noise.rsample(x.shape))
+        return self.linear(x * self.noise.rsample(units(x).shape))
 
     def penalty(self) -> Tensor:
         return 8 * self.strength * self.noise.kl().sum()
@@ -181,7 +209,7 @@ class BCGNJ(Layer):
         return self.log_var - torch.log(self.mu.square() + 1e-8)
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled = x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(x))
+        scaled = x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(units(x)))
         return noisy_product(self.linear, scaled, self.weight_log_var)
 
     def penalty(self) -> Tensor:
@@ -213,7 +241,8 @@ class BCGHS(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         mean, var = self.log_moments()
-        return noisy_product(self.linear, x * torch.exp(mean + var.sqrt() * torch.randn_like(x)), self.weight_log_var)
+        scaled = x * torch.exp(mean + var.sqrt() * torch.randn_like(units(x)))
+        return noisy_product(self.linear, scaled, self.weight_log_var)
 
     def penalty(self) -> Tensor:
         """KL of the scales, and of the weights to a standard normal."""

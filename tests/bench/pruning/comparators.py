@@ -3,7 +3,9 @@
 ``python tests/bench/pruning/comparators.py --data mnist`` trains an MLP 784-300-100 with each method and prunes it by
 the rule that the method's paper publishes; the library counts what is left and compacts it. A group is what reads a
 unit, as in the L0 paper. ``--methods`` chooses, ``--strength`` scales every method's one knob, which is set for the MLP
-on MNIST. Runs that are already in ``--out`` are not repeated; runs of other options there are refused.
+on MNIST. ``--network lenet5`` has the method in the second convolution, whose units are maps, and in both dense layers;
+a map that no dense input is left of leaves, too. Runs that are already in ``--out`` are not repeated; runs of other
+options there are refused.
 
 Each method's penalty, and when a unit leaves:
 
@@ -25,7 +27,9 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,13 +42,13 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common import command
 from common.data import Images, load_images
-from common.networks import mlp
+from common.networks import NetworkName, build
 from common.sweep import results, write_json
 from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.training.epochs import check_finite
-from tests.bench.pruning.comparator_methods import METHODS, Layer
+from tests.bench.pruning.comparator_methods import METHODS, Convolution, Layer
 
 __all__ = ["Options", "main", "train"]
 
@@ -58,6 +62,7 @@ class Options:
     data: Literal["digits", "mnist"] = "digits"
     data_dir: Path | None = None
     """Folder with MNIST's four files; downloaded if not given."""
+    network: NetworkName = "mlp"
     methods: tuple[MethodName, ...] = field(default=tuple(METHODS))
     strength: tuple[float, ...] = (1.0,)
     """Factors on each method's knob, each a run."""
@@ -72,12 +77,25 @@ Task = tuple[Options, str, float, int]  # with strength and seed
 ENTRIES = ("method", "strength", "test_error_percent", "weights_left", "architecture")
 
 
-def train(images: Images, method: str, epochs: int, seed: int, strength: float) -> dict[str, Any]:
-    """Train an MLP by one method, whose penalty is charged in full from half of the epochs on, and prune it."""
+def lenet5(make: Callable[[int, int], Layer]) -> nn.Sequential:
+    """LeNet-5 without gates, and a method's layers in it."""
+    convolution = Convolution(make(20, 50 * 25), 5)
+    front = nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2)
+    middle = convolution, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    return nn.Sequential(*front, *middle, make(800, 500), nn.ReLU(), make(500, 10))
+
+
+def train(
+    images: Images, method: str, epochs: int, seed: int, strength: float, network: NetworkName = "mlp"
+) -> dict[str, Any]:
+    """Train a network by one method, whose penalty is charged in full from half of the epochs on, and prune it."""
     torch.manual_seed(seed)
-    sizes = (images.train_x.shape[1], 300, 100, 10)
-    layers = [METHODS[method](m, n, strength) for m, n in itertools.pairwise(sizes)]
-    net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+    make = partial(METHODS[method], strength=strength)
+    if network == "mlp":
+        net = nn.Sequential(make(images.train_x.shape[1], 300), nn.ReLU(), make(300, 100), nn.ReLU(), make(100, 10))
+    else:
+        net = lenet5(make)
+    layers = [module for module in net.modules() if isinstance(module, Layer)]
     optimiser = torch.optim.Adam(net.parameters(), 1e-3, fused=True)
     total = epochs * math.ceil(len(images.train_x) / 100)
     step = 0
@@ -94,22 +112,32 @@ def train(images: Images, method: str, epochs: int, seed: int, strength: float) 
             for layer in layers:
                 layer.after_step(step / total)
     check_finite(epochs, float(loss.detach()), net)
-    return {"method": method, "strength": strength, **_measure(images, layers), "seconds": time.perf_counter() - start}
+    found = _measure(images, net, network)
+    return {"method": method, "strength": strength, **found, "seconds": time.perf_counter() - start}
 
 
 @torch.no_grad()
-def _measure(images: Images, layers: list[Layer]) -> dict[str, Any]:
+def _measure(images: Images, net: nn.Sequential, network: NetworkName) -> dict[str, Any]:
     """The pruned network, compacted: its error and its size."""
-    plain = mlp([*(layer.linear.in_features for layer in layers), 10])
-    dense = [layer for layer in plain if isinstance(layer, nn.Linear)]
-    gates = {}
-    for name, layer, copy in zip(name_gates(plain), layers, dense, strict=True):
-        weight, keep = layer.pruned()
-        copy.weight.copy_(weight)
-        copy.bias.copy_(layer.linear.bias)
+    plain = build(network, images.train_x.shape[1])
+    kinds = nn.Linear, nn.Conv2d
+    copies = [layer for layer in plain if isinstance(layer, kinds)]
+    stay = []
+    for layer, copy in zip((m for m in net if isinstance(m, (*kinds, Layer, Convolution))), copies, strict=True):
+        if isinstance(layer, kinds):
+            copy.load_state_dict(layer.state_dict())
+            continue
+        own = layer.layer if isinstance(layer, Convolution) else layer
+        weight, keep = own.pruned()
         keep = keep.clone()
         keep[weight.abs().sum(0).argmax()] = True  # a network that is left without a unit says nothing
-        gates[name] = keep.float()
+        stay.append(keep.float())
+        is_dense = own is layer
+        copy.weight.copy_(weight if is_dense else layer.as_filters(weight))
+        copy.bias.copy_(own.linear.bias if is_dense else own.linear.bias.view(len(copy.bias), -1).sum(1))
+    if network == "lenet5":
+        stay.insert(1, stay[1].view(50, 16).amax(1))
+    gates = dict(zip(name_gates(plain), stay, strict=True))
     cost = NetworkCost(plain, images.test_x[:1])
     small = compact(plain, gates, images.test_x[:100])
     predicted = torch.cat([fix_gates(plain, gates)(x).argmax(-1) for x in images.test_x.split(1000)])
@@ -130,7 +158,7 @@ def main(options: Options) -> list[dict[str, Any]]:
 
 def _sweep(options: Options) -> list[dict[str, Any]]:
     tasks = list(itertools.product([options], options.methods, options.strength, options.seeds))
-    described = {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
+    described = _described(options)
     rows = results(_run, tasks, _result, lambda task: described, ENTRIES)
     lines = ["| method | strength | test error | weights left | units left |", "|---|---|---|---|---|"]
     for row in rows:
@@ -142,6 +170,11 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
+def _described(options: Options) -> dict[str, Any]:
+    """The options that decide what all of a sweep's runs find."""
+    return {name: getattr(options, name) for name in ("data", "network", "epochs", "hold_out")}
+
+
 def _result(task: Task) -> Path:
     options, method, strength, seed = task
     return options.out / f"{method}-{strength:g}-{seed}.json"
@@ -151,9 +184,8 @@ def _run(task: Task) -> None:
     options, method, strength, seed = task
     torch.set_num_threads(1)
     images = load_images(options.data, options.data_dir, options.hold_out)
-    found = train(images, method, options.epochs, seed, strength)
-    described = {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
-    write_json(_result(task), {**found, "options": described})
+    found = train(images, method, options.epochs, seed, strength, options.network)
+    write_json(_result(task), {**found, "options": _described(options)})
 
 
 if __name__ == "__main__":

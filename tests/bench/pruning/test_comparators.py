@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy import integrate, stats
 
-from common.data import load_digits
+from common.data import Images, load_digits
 from tests.bench.pruning import comparators
-from tests.bench.pruning.comparator_methods import METHODS, log_uniform_kl
+from tests.bench.pruning.comparator_methods import METHODS, Convolution, log_uniform_kl
 from tests.bench.pruning.comparator_noise import LogNormals, TruncatedLogNormal
 
 
@@ -98,6 +99,38 @@ def test_pruning_rules():
         assert weight.shape == (3, 4)
         expected = [True] * 4 if "dropout" in name else [False, True, False, True]
         assert keep.tolist() == expected, name
+
+
+def test_a_convolution_by_a_layer():
+    """torch's, with the same filters; the noise of a map is the same at all pixels."""
+    torch.manual_seed(117)
+    own = Convolution(METHODS["vibnet"](3, 4 * 25, 1.0), 5)
+    x = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        own.layer.linear.bias.normal_()
+        own.layer.mu.fill_(1.0)
+        own.layer.log_var.fill_(-40.0)
+        filters, bias = own.as_filters(own.layer.linear.weight), own.layer.linear.bias.view(4, 25).sum(1)
+        assert torch.allclose(own(x), F.conv2d(x, filters, bias), atol=1e-4)
+        own.layer.log_var.fill_(0.0)
+        own.layer.linear.bias.zero_()
+        one = torch.zeros(1, 3, 9, 8)
+        one[:, 1] = 1.0
+        noisy, plain = own(one), F.conv2d(one, filters)
+        assert torch.allclose(noisy / plain, (noisy / plain).mean(), atol=1e-3)
+        assert not torch.allclose(noisy, plain, atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dropout", "sparse_vd", "sbp", "bc_ghs", "group_lasso"])
+def test_lenet_5(method):
+    """A few steps: pruned by its rule, maps included, and compacted with a certificate."""
+    generator = torch.Generator().manual_seed(118)
+    x, y = torch.rand(120, 784, generator=generator), torch.randint(0, 10, (120,), generator=generator)
+    row = comparators.train(Images(x, y, x, y, (28, 28)), method, 2, 1, 1.0, "lenet5")
+    assert row["certificate"] < 1e-5
+    assert 0 < row["weights_left"] <= 430_500
+    assert len(row["architecture"]) == 4
 
 
 @pytest.mark.parametrize("method", METHODS)
