@@ -144,7 +144,7 @@ class Autoencoder(nn.Module):
             units = units * (units >= units.topk(self.active).values[:, -1:])
         active = units != 0
         if self.method == "L0":
-            # Gates move thresholds only: the price would make magnitudes smaller.
+            # Gates move thresholds only, as in JumpReLU autoencoders (2407.14435).
             gate = L0Gate.from_logits(SHARPNESS * (units.detach() - self.threshold)).train(self.training)
             rate = gate.active_prob.mean(0)
             # The KL of an even usage of the units to theirs: without it many die.
