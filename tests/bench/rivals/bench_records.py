@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from survey_calibration import POPULATION, Figures, Options, Survey, choose, figures, fit, survey
 
 RUNS, NEAR, EPOCHS = 10, 0.98, 2000
+METHODS = ("gates", "l0-python", "least squares")
 
 
 def rival(found: Survey, records: int, seed: int, low: float, high: float) -> Tensor:
@@ -69,15 +70,17 @@ def least_squares(found: Survey) -> Tensor:
     return least + torch.tensor(nnls(found.shares.numpy(), (1 - found.shares @ least).numpy())[0])
 
 
-def rows(by: str, records: int, seed: int, evenness: float, between: tuple[float, float]) -> Iterator[dict[str, Any]]:
+def rows(by: str, seed: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures of a method, as it comes and fitted."""
-    found, case = survey(seed), {"records_at_most": records, "seed": seed}
+    found, records, case = survey(seed), options.records, {"records_at_most": options.records, "seed": seed}
+    if options.unprotected:
+        found = found._replace(protected=torch.zeros_like(found.protected))
     torch.manual_seed(seed)
     start = time.process_time()
     if by == "gates":
-        weights = choose(found, records, evenness, Options.steps)
+        weights = choose(found, records, options.evenness, Options.steps)
     else:
-        weights = rival(found, records, seed, *between) if by == "l0-python" else least_squares(found)
+        weights = rival(found, records, seed, *options.between) if by == "l0-python" else least_squares(found)
     yield {"by": by, **case, **figures(found, weights)._asdict(), "seconds": time.process_time() - start}
     weights = fit(found, weights)
     yield {"by": f"{by}, fitted", **case, **figures(found, weights)._asdict(), "seconds": time.process_time() - start}
@@ -90,14 +93,16 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=1000)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--evenness", type=float, default=Options.evenness)
+    parser.add_argument("--unprotected", action="store_true", help="in a file of its own")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--between", nargs=2, type=float, default=[1e-6, 1e-1], help="prices of l0-python")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    for seed, by in itertools.product(options.seeds, ("gates", "l0-python", "least squares")):
+    for seed, by in itertools.product(options.seeds, options.methods):
         if any((x["by"], x["records_at_most"], x["seed"]) == (by, options.records, seed) for x in lines):
             continue
-        new = list(rows(by, options.records, seed, options.evenness, options.between))
+        new = list(rows(by, seed, options))
         with options.out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in new)
         lines += new
