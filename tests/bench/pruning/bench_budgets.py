@@ -243,10 +243,12 @@ def used(run: BudgetRun, active: Gates) -> list[float]:
     return [float(p.mean()) / limit for p, limit in zip(active.values(), run.cell.budget, strict=True)]
 
 
-def interval(values: list[float], digits: int = 2) -> str:
+def interval(values: list[float]) -> str:
     """Mean and 95 % interval, as in the paper: 1.96 standard errors."""
-    half = 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.{digits}f} ± {half:.{digits}f}"
+    mean = f"{statistics.mean(values):.2f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {1.96 * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
