@@ -73,6 +73,9 @@ def imported(folder):
         "pyro": "pyro-ppl",
         "torch_pruning": "torch-pruning",
         "millipede": "millipede-regression",
+        "cooper": "cooper-optim",
+        "l0": "l0-python",
+        "PIL": "pillow",
     }
     return {known.get(name, name) for name in names - own - set(sys.stdlib_module_names)}
 
@@ -91,7 +94,8 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     tools = extras["hugging-face"] | extras["lightning"]
     assert core <= imported("pyro_l0") <= core | extras["selection"] | tools | {"safetensors"}
     # The examples save networks, and draw by pyro_l0.plots.
-    assert extras["examples"] - {"safetensors", "matplotlib"} <= imported("examples") <= core | extras["examples"]
+    for_examples = extras["examples"] - {"safetensors", "matplotlib"}
+    assert for_examples <= imported("examples") <= core | extras["examples"] | tools
     assert imported("tests") <= core.union(
         *(extras[name] for name in ("examples", "export", "selection", "bench", "rivals", "test"))
     )
