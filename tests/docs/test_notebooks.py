@@ -27,7 +27,7 @@ def test_a_notebook_has_the_cells_of_its_page(page, as_notebook, tmp_path):
     cells = nbformat.read(tmp_path / "page.ipynb", as_version=4).cells
     code = [cell.source for cell in cells if cell.cell_type == "code"]
     blocks = re.findall(r"^```\{code-cell\} ipython3\n((?:.|\n)*?)^```$", text, re.MULTILINE)
-    assert code == [re.sub(r"\A(:tags: .*\n)?\n*", "", block).rstrip("\n") for block in blocks]
+    assert code == [re.sub(r"\A(?::.*\n)*\n*", "", block).rstrip("\n") for block in blocks]
     assert not any("{doc}" in cell.source or "{class}" in cell.source for cell in cells)
     assert cells[0].source.startswith("# ")
     assert "plot" in code[-1]
