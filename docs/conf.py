@@ -34,7 +34,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "jupyter_execute", "lab/tables"]
+exclude_patterns = ["_build", "jupyter_execute", "architecture.md", "lab"]
 templates_path = ["templates"]
 html_theme = "furo"
 html_math_renderer = "mathml"

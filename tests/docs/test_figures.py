@@ -1,4 +1,4 @@
-"""The figures of README, results, recipes and the frontier's picture agree wherever they stand."""
+"""The figures of README, results, their tables, recipes and the frontier's picture agree wherever they stand."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,9 @@ from tests.bench.pruning.frontier import points
 DOCS = Path(__file__).parents[2] / "docs"
 README = (DOCS.parent / "README.md").read_text()
 RESULTS = (DOCS / "results.md").read_text()
-PAGES = RESULTS + "".join(page.read_text() for page in [*DOCS.glob("recipes.md"), *DOCS.glob("lab/recipes*.md")])
+TABLES = (DOCS / "lab" / "results_tables.md").read_text()
+RECIPES = "".join(page.read_text() for page in sorted(DOCS.glob("lab/recipes*.md")))
+PAGES = RESULTS + TABLES + RECIPES + "".join(page.read_text() for page in DOCS.glob("gallery.md"))
 # What a measurement looks like: a spread, a percentage, or weights and multiply-adds by their thousands.
 SPREAD = r"\d[\d.,]* ± \d[\d.,]*\d"
 FIGURE = re.compile(rf"{SPREAD}|\d[\d.]* ?%|\d{{1,3}}(?:,\d{{3}})+")
@@ -29,8 +31,8 @@ def rows(network: str) -> str:
 
 
 def recipes(network: str) -> str:
-    """The section on a network, of the page that has the recipes' tables."""
-    return next(part for part in re.split(r"^## ", PAGES, flags=re.MULTILINE) if part.startswith(network))
+    """The section on a network, of the file that has the recipes' tables."""
+    return next(part for part in re.split(r"^## ", RECIPES, flags=re.MULTILINE) if part.startswith(network))
 
 
 def test_readme_states_no_other_figures():
