@@ -26,7 +26,16 @@ from tests.examples.test_data import idx
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "papers.md").read_text()
 L0, MIXTURES = PAGE.split("\n## ")[1:]
-COMMANDS = sorted(set(re.findall(r"`python ([^`]+)`", PAGE)))
+
+
+def commands(page):
+    """Those that stand on a page whole, and those of tables whose header says how their commands begin."""
+    yield from re.findall(r"`python ([^`]+)`(?! with \|)", page)
+    for begin, rows in re.findall(r"^\|[^\n]*`python ([^`]+)` with \|[^\n]*\n((?:\|[^\n]*\n)+)", page, re.MULTILINE):
+        yield from (f"{begin} {options}" for options in re.findall(r"`(--[^`]+)` \|", rows))
+
+
+COMMANDS = sorted(set(commands(PAGE)))
 # What makes a command's run short; an option that is given twice has its last value.
 SMALL = {
     "mnist.py": "--epochs 1 --batch-size 30 --out {out}",
