@@ -107,7 +107,7 @@ def test_from_active_prob_in_batches(family):
 
 
 def test_deterministic_gates_by_name():
-    """The example of docs/explanation/families.md: four gates that the paper may mean, and where they close."""
+    """Section 4.2.2 in docs/explanation/errata.md: four gates that the paper may mean, and where they close."""
     weight = torch.tensor(0.2, dtype=torch.float64)
     gate = ExponentialGate(torch.logit(weight), 30.0)
     assert gate.mean.item() == pytest.approx(0.202, abs=5e-4)

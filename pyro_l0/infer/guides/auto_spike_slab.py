@@ -103,7 +103,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         True
 
     References:
-        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: docs/explanation/maths.md.
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: docs/lab/derivations.md.
     """
 
     def __init__(
