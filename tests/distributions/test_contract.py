@@ -101,7 +101,7 @@ def test_a_batch_is_its_members(family):
     for name in STATISTICS:
         alone = torch.stack([getattr(member, name) for member in members])
         # The batch shares one quadrature rule, that of its hardest member; 1e-9 is the accuracy
-        # that the rule of docs/explanation/numerics.md gives to the variance.
+        # that the rule of docs/lab/derivations.md gives to the variance.
         torch.testing.assert_close(getattr(batch, name), alone, rtol=1e-9, atol=1e-12)
     value = torch.tensor([[0.0], [0.3], [1.0]], dtype=torch.float64)
     alone = torch.cat([member.log_prob(value) for member in members], -1)
