@@ -51,11 +51,12 @@ class Browser:
         result: dict[str, Any] = answer["result"]
         return result
 
-    def open(self, page: Path, width: int) -> None:
-        """Show a page in a window of some width, and wait until it has been loaded."""
+    def open(self, page: Path, width: int, scheme: str = "light", query: str = "") -> None:
+        """Show a page in a window of some width, in a light or a dark scheme, and wait until it has been loaded."""
         self.events.clear()
+        self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.do("Emulation.setDeviceMetricsOverride", width=width, height=_HEIGHT, deviceScaleFactor=1, mobile=False)
-        self.do("Page.navigate", url=page.resolve().as_uri())
+        self.do("Page.navigate", url=page.resolve().as_uri() + query)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 

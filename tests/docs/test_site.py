@@ -1,6 +1,6 @@
 """The built site in a browser: DOCS_HTML=build/docs pytest -m slow tests/docs/test_site.py
 
-Each page is opened in a wide window and in a narrow one. SITE_PICTURES names a folder for pictures of them.
+Each page is opened in a wide window, a narrow one, and a wide dark one. SITE_PICTURES names a folder for pictures.
 """
 
 import os
@@ -18,7 +18,18 @@ ROOT = Path(__file__).parents[2]
 SITE = Path(os.environ.get("DOCS_HTML", ROOT / "build" / "docs"))
 PAGES = sorted(SITE.rglob("*.html"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WIDTHS = (1400, 400)
+WINDOWS = ((1400, "light"), (400, "light"), (1400, "dark"))
+# What a reader may look for, and the page that should come first.
+SEARCHES = {
+    "install": "index",
+    "GPU": "howto/gpu",
+    "cite": "index",
+    "resnet": "howto/latency",
+    "latency": "howto/latency",
+    "groups": "howto/groups",
+    "lightning": "howto/lightning",
+    "offset": "howto/selection",
+}
 
 # Elements of which a reader can't see the right end: neither in the window, nor by scrolling in a box around them.
 CUT_OFF = """
@@ -40,6 +51,21 @@ CUT_OFF = """
   }
   return found;
 })()
+"""
+# Pictures of plots whose ground would be the page's.
+WITHOUT_GROUND = """
+[...document.querySelectorAll("article img[src$='.png']")].filter(
+  part => getComputedStyle(part).backgroundColor !== "rgb(255, 255, 255)").map(part => part.src)
+"""
+FIRST_FOUND = """
+new Promise(found => {
+  const look = () => {
+    const first = document.querySelector("#search-results ul.search li a");
+    first ? found(first.href) : setTimeout(look, 50);
+  };
+  setTimeout(() => found(""), 20000);
+  setTimeout(look, 1000);
+})
 """
 OTHER_FILES = "[...document.querySelectorAll('script, link, img')].map(part => part.src || part.href).filter(Boolean)"
 
@@ -77,16 +103,29 @@ def other_hosts(addresses):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(SITE).with_suffix("")))
 def test_page(page, browser):
-    """Nothing is cut off, no error is written, and nothing is asked of another host."""
-    for width in WIDTHS:
-        browser.open(page, width)
+    """Nothing is cut off, no error is written, nothing is asked of another host, and plots have their own ground."""
+    for width, scheme in WINDOWS:
+        browser.open(page, width, scheme)
         assert browser.ask(CUT_OFF) == [], f"cut off at a width of {width}"
+        assert browser.ask(WITHOUT_GROUND) == []
         assert browser.ask("document.documentElement.scrollWidth") <= width
         assert other_hosts(browser.ask(OTHER_FILES)) == []
         assert list(complaints(browser.events)) == []
         if "SITE_PICTURES" in os.environ:
             name = "-".join(page.relative_to(SITE).with_suffix("").parts)
-            browser.save_picture(Path(os.environ["SITE_PICTURES"]) / f"{name}-{width}.png")
+            browser.save_picture(Path(os.environ["SITE_PICTURES"]) / f"{name}-{width}-{scheme}.png")
+
+
+def test_the_landing_page_is_short(browser):
+    browser.open(SITE / "index.html", 1400)
+    assert browser.ask("document.documentElement.scrollHeight") <= 2400
+
+
+@pytest.mark.parametrize("word", SEARCHES)
+def test_a_search_finds_the_right_page_first(word, browser):
+    browser.open(SITE / "search.html", 1400, query=f"?q={word}")
+    first = urlsplit(browser.ask(FIRST_FOUND)).path
+    assert first.endswith(f"/{SEARCHES[word]}.html")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(SITE).with_suffix("")))
