@@ -73,7 +73,7 @@ def test_gates_become_nothing_numbers_selections_or_zeros():
 
 
 def page():
-    """The example of docs/howto/export.md."""
+    """The example of docs/howto/save_and_load.md."""
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), L0Gate(16), nn.Linear(16, 2))
     return net, {"2": (torch.arange(16) % 3 > 0).float()}
 
