@@ -40,7 +40,7 @@ html_theme = "furo"
 html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["style.css"]
-html_search_scorer = "search.js"
+html_search_scorer = str(Path(__file__).parent / "search.js")
 html_title = f"pyro_l0 {release}"
 
 # A class has a page, with its own methods and those that it inherits here, but not those of these classes.
