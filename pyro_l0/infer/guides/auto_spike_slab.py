@@ -20,6 +20,7 @@ from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
     correlated_posterior,
+    gates_of_slabs,
     model_runs,
     structure_of,
 )
@@ -201,13 +202,14 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         mode.
 
         Args:
-            *args: arguments of the model.
+            *args: arguments of the model, those of the guide's first call: structured slabs have an expansion of these
+                data. :meth:`refine` takes others.
             chains: number of chains.
             **kwargs: keyword arguments of the model.
 
         Raises:
-            ValueError: the guide has not been called, its latent sites are not the model's, or a slab's prior has a
-                mean other than 0.
+            ValueError: the guide has not been called, its latent sites are not the model's, its gates switch
+                other slabs than in the guide's first call, or a slab's prior has a mean other than 0.
         """
         self._check_model()
         return self.collapse(self.model, args, kwargs, chains)
@@ -218,6 +220,11 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
             joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
+        elif not torch.equal(gates_of_slabs(joint, sites, run_at, self.slab), joint.slab_posterior.gate_of):
+            raise ValueError(
+                "Expected a model whose gates switch the same slabs as when this guide was first called, but with "
+                "these arguments they switch others; make a new guide for them."
+            )
         others = [name for name, site in sites.items() if not site["is_observed"] and name not in self.slab]
         unknown = [name for name in others if name not in probs and name not in self._others]
         if unknown:

@@ -320,6 +320,16 @@ def correlated_posterior(
     return CorrelatedPosterior(gates, hyper, slabs, rates, chain, HyperPosterior(expansion.hyper), posterior)
 
 
+def gates_of_slabs(
+    joint: CorrelatedPosterior, sites: Mapping[str, Site], run_at: RunAt, slab: Mapping[str, GateSite]
+) -> Tensor:
+    """Which gates switch each slab of a posterior in a run of the model, as ``gate_of`` of its slabs."""
+    values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+    model, start = OpenModel(run_at, values, joint.slabs, joint.gates, joint.hyper), joint.hyper_start
+    own = _gates_of(sites, slab, list(joint.slabs.shapes), joint.gates)
+    return model.gates_of(model.slab_prior(start)[1].detach(), start, own)
+
+
 def _is_effect(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
     """Whether a latent is like a slab without a gate: normal, and no other latent's prior depends on it."""
     if not isinstance(innermost(sites[name]["fn"]), Normal):

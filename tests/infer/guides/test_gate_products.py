@@ -161,3 +161,25 @@ def test_a_prior_that_all_open_and_all_closed_gates_leave():
 
     with pytest.raises(ValueError, match="prior of gate site 'v' changes with the gates before"):
         AutoSpikeSlab(model, {"w": "z", "u": "v"}).refine(*data(3))
+
+
+def test_gates_that_switch_other_slabs_than_before_are_refused():
+    """A guide knows the products of its first call; other data with the same products are right."""
+
+    def model(x, y, needs_main=True):
+        (z, w), (v, u) = site("z", "w"), site("v", "u")
+        on = z * v if needs_main else v
+        observe(x, torch.stack([z * w, on * u], -1).unsqueeze(-2), y)
+
+    x, y = data(2)
+    guide = AutoSpikeSlab(model, slab={"w": "z", "u": "v"}, slabs="structured")
+    guide.refine(x, y, seed=0)
+    for of_guide in (guide.refine, guide.collapsed):
+        with pytest.raises(ValueError, match="switch others; make a new guide"):
+            of_guide(x, y, False)
+    other = y.flip(0)
+    again = guide.refine(x, other, flips=100, seed=0).active_probs()
+    new = AutoSpikeSlab(model, slab={"w": "z", "u": "v"}, slabs="structured")
+    found = new.refine(x, other, flips=100, seed=0).active_probs()
+    for name, probs in found.items():
+        assert torch.allclose(again[name], probs, atol=0.02)
