@@ -79,6 +79,8 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+# Pages run side by side: with a thread for every core each, small programs take up to twenty times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Pages show pictures by the kernel's own backend, whatever the builder's is.
 os.environ.pop("MPLBACKEND", None)
 # Pyro's progress bars look for widgets in a notebook, and would warn on each page that there are none; arviz announces
