@@ -32,7 +32,7 @@ from tests.cases import double
     ids=repr,
 )
 def test_noise_of_a_derivative(gate, interior, noise):
-    """The table of docs/explanation/families.md: at mean 1/2, and never below 1 / P(0 < z < 1)."""
+    """The figures of docs/explanation/families.md: at mean 1/2, and never below 1 / P(0 < z < 1)."""
     assert gate.mean.item() == pytest.approx(0.5, abs=1e-9)
     found = pathwise_noise(gate)
     assert gate.log_interior_prob.exp().item() == pytest.approx(interior, abs=6e-4)
