@@ -146,9 +146,9 @@ class Autoencoder(nn.Module):
         if self.method == "L0":
             # Gates move thresholds only, as in JumpReLU autoencoders (2407.14435).
             gate = L0Gate.from_logits(SHARPNESS * (units.detach() - self.threshold)).train(self.training)
-            rate = gate.active_prob.mean(0)
-            # The KL of an even usage of the units to theirs: without it many die.
-            price_of = -USAGE * self.active / len(rate) * rate.log().sum()
+            # The KL of an even usage of the units to theirs: without it many die. In logs, as rates may underflow.
+            log_usage = gate.distribution.log_active_prob.logsumexp(0) - math.log(len(x))
+            price_of = -USAGE * self.active * log_usage.mean()
             units, active = gate(units), active & (gate.test_gate != 0)
         return self.decoder(units), active, price_of, gate
 

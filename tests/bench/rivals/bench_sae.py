@@ -119,7 +119,8 @@ def train(method: str, features: Features, steps: int) -> tuple[Autoencoder, flo
         loss = (reconstruction - x).square().sum(1).mean()
         if method == "L0":
             target.add_gradient(beside.distribution)
-            usage = beside.active_prob.mean(0).log().mean()
+            # In logs, as the mean of a unit that is far below its threshold in all examples underflows.
+            usage = (beside.distribution.log_active_prob.logsumexp(0) - math.log(len(x))).mean()
             loss = loss - target.multiplier * USAGE * ACTIVE * usage
         elif method == "L1":
             violation = 10 * math.log((active.sum().item() + 1) / len(x) / ACTIVE)
