@@ -13,6 +13,7 @@ from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
+from sklearn.metrics import r2_score
 from sklearn.utils import Tags, assert_all_finite, check_random_state
 from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_feature_names_in, _check_sample_weight, check_is_fitted, validate_data
@@ -558,6 +559,12 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         new = self._validated_new(X, offset)
         mean = self._mean(*new)
         return (mean, self._deviation(*new, mean)) if return_std else mean
+
+    def score(
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None
+    ) -> float:
+        """The coefficient of determination of ``predict``; arguments are those of ``fit``."""
+        return float(r2_score(y, self.predict(X, offset=offset), sample_weight=sample_weight))
 
     def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
         """Standard deviations of new observations, which have these means."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
+from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
@@ -253,6 +254,12 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         likeliest = self.predict_proba(X, offset).argmax(1)  # first: it says so if the estimator is not fitted
         labels: NDArray[np.generic] = self.classes_[likeliest]
         return labels
+
+    def score(
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None
+    ) -> float:
+        """The share of right labels; arguments are those of ``fit``."""
+        return float(accuracy_score(y, self.predict(X, offset), sample_weight=sample_weight))
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, labels = self._finite(x, y, ensure_min_samples=2)

@@ -7,6 +7,9 @@ import pandas as pd
 import pytest
 import torch
 from scipy import special, stats
+from sklearn import config_context
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.model_selection import KFold, cross_val_score
 
 from pyro_l0.selection import (
     SpikeSlabBinomialRegressor,
@@ -256,3 +259,22 @@ def test_wrong_offsets(kind, offset, message):
 def test_wrong_trials(successes, trials, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         SpikeSlabBinomialRegressor().fit(np.eye(3), successes, trials=trials)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric"),
+    [(SpikeSlabRegressor, r2_score), (SpikeSlabPoissonRegressor, r2_score), (SpikeSlabClassifier, accuracy_score)],
+)
+def test_cross_validation_scores_with_the_offset(kind, metric):
+    """As by hand, fold by fold; without its offset a fold has another score."""
+    x, y, offset = offset_data(kind, n=60)
+    model, folds, expected, without = kind(random_state=0, **KNOWN), KFold(3), [], []
+    for train, test in folds.split(x):
+        model.fit(x[train], y[train], offset=offset[train])
+        expected.append(metric(y[test], model.predict(x[test], offset=offset[test])))
+        without.append(model.score(x[test], y[test]))
+    with config_context(enable_metadata_routing=True):
+        model = kind(random_state=0, **KNOWN).set_fit_request(offset=True).set_score_request(offset=True)
+        found = cross_val_score(model, x, y, cv=folds, params={"offset": offset})
+    assert found == pytest.approx(expected)
+    assert found != pytest.approx(without)

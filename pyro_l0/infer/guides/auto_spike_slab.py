@@ -20,7 +20,6 @@ from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
     correlated_posterior,
-    gates_of_slabs,
     model_runs,
     structure_of,
 )
@@ -220,7 +219,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
             joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
-        elif not torch.equal(gates_of_slabs(joint, sites, run_at, self.slab), joint.slab_posterior.gate_of):
+        elif not joint.has_gates_of(sites, run_at, self.slab):
             raise ValueError(
                 "Expected a model whose gates switch the same slabs as when this guide was first called, but with "
                 "these arguments they switch others; make a new guide for them."

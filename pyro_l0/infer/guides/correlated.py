@@ -143,6 +143,12 @@ class CorrelatedPosterior(nn.Module):
         """Whether gates are binary, and depend on gates before them or on other latents."""
         return self.chain is not None and any(True for _ in self.chain.parameters())
 
+    def has_gates_of(self, sites: Mapping[str, Site], run_at: RunAt, slab: Mapping[str, GateSite]) -> bool:
+        """Whether gates switch the slabs in a run of the model that they switched when this was made."""
+        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+        model = OpenModel(run_at, values, self.slabs, self.gates, self.hyper)
+        return torch.equal(_gates_of_slabs(model, self.hyper_start, sites, slab), self.slab_posterior.gate_of)
+
     def draw(self, plates: Mapping[str, pyro.plate]) -> dict[str, Tensor]:
         """Sample every site in its plates, with a joint draw for each particle of the plates outside."""
         outside = {x.dim: x.size for x in runtime._PYRO_STACK if isinstance(x, IndepMessenger)}
@@ -311,7 +317,7 @@ def correlated_posterior(
     values = {name: sites[name]["value"] for name in latent}
     values |= {x.name: sites[x.name]["fn"].mean.detach().expand_as(values[x.name]) for x in rates}
     model = OpenModel(run_at, values, slabs, gates, hyper)
-    gate_of = model.gates_of(model.slab_prior(start)[1].detach(), start, _gates_of(sites, slab, slab_names, gates))
+    gate_of = _gates_of_slabs(model, start, sites, slab)
     held = _held(hyper, start, lambda at: run_at({**values, **hyper.apart(at)}))
     expansion = expand(model, start, held)
     kind = StructuredSlabs if structure.structured else IndependentSlabs
@@ -320,14 +326,16 @@ def correlated_posterior(
     return CorrelatedPosterior(gates, hyper, slabs, rates, chain, HyperPosterior(expansion.hyper), posterior)
 
 
-def gates_of_slabs(
-    joint: CorrelatedPosterior, sites: Mapping[str, Site], run_at: RunAt, slab: Mapping[str, GateSite]
-) -> Tensor:
-    """Which gates switch each slab of a posterior in a run of the model, as ``gate_of`` of its slabs."""
-    values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-    model, start = OpenModel(run_at, values, joint.slabs, joint.gates, joint.hyper), joint.hyper_start
-    own = _gates_of(sites, slab, list(joint.slabs.shapes), joint.gates)
-    return model.gates_of(model.slab_prior(start)[1].detach(), start, own)
+def _gates_of_slabs(model: OpenModel, start: Tensor, sites: Mapping[str, Site], slab: Mapping[str, GateSite]) -> Tensor:
+    """Which gates switch each element of the slabs, by what the user says of it, as :meth:`OpenModel.gates_of`."""
+    positions, found = model.gates.positions(), []
+    for name, shape in model.slabs.shapes.items():
+        own = torch.tensor(-1)  # for none
+        if name in slab:
+            gate = gate_site(slab[name])
+            own = alignment_of(name, slab[name], sites).of(positions[gate].reshape(model.gates.shapes[gate]))
+        found.append(own.expand(shape).reshape(-1))
+    return model.gates_of(model.slab_prior(start)[1].detach(), start, torch.cat(found).to(start.device))
 
 
 def _is_effect(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
@@ -387,15 +395,3 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
 def _odds(site: Site) -> Tensor | None:
     gate = find_gate(site["fn"])
     return gate.logits.detach() if isinstance(gate, BernoulliGate) else None
-
-
-def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, GateSite], names: Sequence[str], gates: Layout) -> Tensor:
-    """Which gate switches each element of the slabs, as the user says, shape ``(p,)``; -1 for none."""
-    positions, found = gates.positions(), []
-    for name in names:
-        shape, own = sites[name]["value"].shape, torch.tensor(-1)
-        if name in slab:
-            gate = gate_site(slab[name])
-            own = alignment_of(name, slab[name], sites).of(positions[gate].reshape(gates.shapes[gate]))
-        found.append(own.expand(shape).reshape(-1))
-    return torch.cat(found).to(sites[names[0]]["value"].device)

@@ -1,11 +1,12 @@
-"""Variable selection beside abess on six published designs: python tests/bench/posteriors/bench_selection.py
+"""Variable selection beside abess on seven designs: python tests/bench/posteriors/bench_selection.py
 
 Features are independent standard normal, and the first of them have effects. A design is n, p, the effects and the
 deviation of the noise, which is estimated. Ours is SpikeSlabRegressor as it comes, with select(.05), select(.1), which
 is its default, or the features with a PIP above .5, the median probability model. abess chooses its support size by
 EBIC. Every line: means over the seeds of F1 and of the share of the selected that is false, and
 seconds of one fit on one core. --seeds N takes so many seeds (100), --first those from that on, --design part of a
-name, --quick ten seeds of the first design. bench_rivals.py has more tools, bench_wide.py more features.
+name, --quick ten seeds of the first design; of many rows there is one seed, as abess takes a minute. bench_rivals.py
+has more tools, bench_wide.py more features.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ Method = Callable[[Array, Array, int], Selections]
 
 @dataclass(frozen=True)
 class Published:
-    """A design: observations, features, the effects of the first features, and the deviation of the noise."""
+    """A design: observations, features, the effects of the first ones, the noise's deviation, and seeds at the most."""
 
     name: str
     n: int = 100
     p: int = 200
     effects: tuple[float, ...] = (3.0, -2.0, 1.5, -1.0, 0.5)
     noise: float = 1.0
+    most_seeds: int = 100
 
     def drawn(self, seed: int) -> tuple[Array, Array]:
         rng = np.random.default_rng(seed)
@@ -56,6 +58,7 @@ DESIGNS = (
     Published("ten effects", effects=tuple(np.linspace(3.0, 0.3, 10))),
     Published("sigma = 2", noise=2.0),
     Published("weak", effects=(1.0, -0.8, 0.6, -0.4, 0.2)),
+    Published("many rows", 100_000, 100, (1.0, -1.0, 0.8, -0.8, 0.5, -0.5, 0.3, -0.3), most_seeds=1),
 )
 
 
@@ -86,7 +89,7 @@ def main() -> None:
         if options.design not in design.name:
             continue
         rows: dict[str, list[tuple[float, float, float]]] = {}
-        for seed in range(options.first, options.first + seeds):
+        for seed in range(options.first, options.first + min(seeds, design.most_seeds)):
             x, y = design.drawn(seed)
             for method in METHODS:
                 start = time.process_time()
