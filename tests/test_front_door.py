@@ -1,6 +1,7 @@
 """The names at the front door."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_every_name_has_an_entry_in_the_docs():
     """Of the front door, and of the pictures."""
     entries = set()
     for page in (Path(pyro_l0.__file__).parents[1] / "docs" / "api").glob("*.md"):
-        for part in page.read_text().split(".. currentmodule:: ")[1:]:
+        for part in re.split(r"^\.\. (?:auto|current)module:: ", page.read_text(), flags=re.MULTILINE)[1:]:
             package, *lines = part.splitlines()
             entries |= {f"{package}.{line.strip()}" for line in lines}
     names = {f"pyro_l0.{package}.{name}" for package in NAMES for name in NAMES[package]} - {"pyro_l0.pruning.prune"}
