@@ -397,6 +397,8 @@ class _Steps:
             seen = self.seen[:, self.part_of]
             active_probs = self.active.sum(0) / seen.sum(0)
             by_chain = torch.where(seen > 0, self.active / seen, active_probs)
+        # Sums of weights round, to above one where a gate is always open.
+        active_probs, by_chain = active_probs.clamp(max=1), by_chain.clamp(max=1)
         chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
         weights = (self.weights / total * share).flatten()
         gates, hyper = self.gates.flatten(0, 1), self.hyper.flatten(0, 1)

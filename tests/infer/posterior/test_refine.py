@@ -124,3 +124,20 @@ def test_a_likelihood_that_is_not_quadratic():
     exact = importance_sampled_posterior(problem(logistic), 2000, seed=0).inclusion
     posterior = AutoSpikeSlab(logistic.model, slab=SLAB, slabs="structured").refine(x, y, seed=0, flips=600)
     torch.testing.assert_close(posterior.active_probs()["z"], exact, atol=0.03, rtol=0)
+
+
+def test_probabilities_of_sure_effects_are_at_most_one():
+    """Sums of weights round, in float32 to above one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator)
+    y = x[:, 0] + 0.5 * torch.randn(60, generator=generator)
+
+    def model():
+        with pyro.plate("features", 3):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.4)))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal((z * w) @ x.T, 0.5).to_event(1), obs=y)
+
+    for seed in range(3):
+        found = AutoSpikeSlab(model, slab={"w": "z"}, slabs="structured").refine(seed=seed).active_probs()["z"]
+        assert 0.999 < found[0] <= 1
