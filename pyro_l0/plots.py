@@ -1,4 +1,4 @@
-"""Pictures of trainings, gates and posteriors with matplotlib (``pip install 'pyro-l0[plots]'``).
+"""Pictures of trainings, gates and posteriors with matplotlib (``pip install matplotlib``).
 
 Every function takes arrays or tensors, draws into given axes or a new figure, and returns the axes. Colour-blind
 readers can tell the colours apart, and markers, lines and hatches survive a greyscale print.

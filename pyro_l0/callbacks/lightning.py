@@ -1,4 +1,4 @@
-"""A budget over L0Gates as a callback of Lightning (``pip install 'pyro-l0[lightning]'``)."""
+"""A budget over L0Gates as a callback of Lightning (``pip install lightning``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BudgetCallback(NetworkBudget, Callback):
     Args:
         network: the network with L0Gates, an attribute of the module or part of one. If it is the module itself, the
             result is only in ``compacted``.
-        example, budget, cost, pretrained, at_least, multiple_of: as for
+        example, budget, cost, pretrained, at_least, multiple_of, on_budget: as for
             :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
 
     Raises:

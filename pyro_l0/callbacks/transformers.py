@@ -1,4 +1,4 @@
-"""A budget over L0Gates as a callback of transformers' Trainer (``pip install 'pyro-l0[hugging-face]'``)."""
+"""A budget over L0Gates as a callback of transformers' Trainer (``pip install transformers accelerate``)."""
 
 from __future__ import annotations
 

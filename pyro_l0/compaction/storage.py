@@ -164,7 +164,7 @@ class Compacted:
         Raises:
             ValueError: a tensor or the certificate is not finite; nothing is written.
             OSError: the file cannot be written, or is a folder; the old file is unchanged.
-            ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
+            ImportError: safetensors is not installed (``pip install safetensors``).
         """
         from safetensors.torch import save
 
@@ -196,7 +196,7 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
         FileNotFoundError: there is no such file.
         ValueError: the file cannot be read, is damaged, was changed, is of another program, another network or another
             type of numbers, or holds NaN or infinity; the message says which.
-        ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
+        ImportError: safetensors is not installed (``pip install safetensors``).
 
     Example:
         >>> import tempfile

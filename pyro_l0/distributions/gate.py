@@ -244,7 +244,7 @@ class GateDistribution(TorchDistribution):
 
     @property
     def test_gate(self) -> Tensor:
-        """The deterministic gate that prunes, shape ``batch_shape``: the median, if a family has no other."""
+        """The deterministic gate that prunes, shape ``batch_shape``; the median, if a family has no other."""
         return self.median
 
     @property

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 if find_spec("sklearn") is None:
     raise ImportError(
         "Expected scikit-learn, whose conventions pyro_l0.selection follows, but it is not installed; "
-        "do: pip install 'pyro-l0[selection]'"
+        "do: pip install scikit-learn tqdm"
     )
 
 from pyro_l0.selection.credible_sets import credible_sets

@@ -257,7 +257,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             X: features, shape ``(m, p)``.
 
         Returns:
-            The selected features, shape ``(m, q)``: an array, or a data frame after ``set_output``.
+            The selected features, shape ``(m, q)``, in an array, or in a data frame after ``set_output``.
         """
         check_is_fitted(self)
         if not self._columns.levels or not self._get_support_mask().any():

@@ -29,11 +29,12 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     The model is
 
-    .. math:: y \sim N(\text{intercept} + X \beta, \text{noise\_scale}^2), \quad \beta_j = z_j w_j, \quad
-        z_j \sim \text{Bernoulli}(\text{rate}), \quad w_j \sim N(0, \text{slab\_scale}^2),
+    .. math:: y \sim N(\text{intercept} + X \beta, \sigma^2), \quad \beta_j = z_j w_j, \quad
+        z_j \sim \text{Bernoulli}(\text{rate}), \quad w_j \sim N(0, \tau^2),
 
-    with a flat prior on the intercept. If features are standardised, the coefficients of this model are those of the
-    standardised features; ``coef_``, ``coef_sd_``, ``intercept_`` and all draws are in the units of the data.
+    with ``noise_scale`` :math:`\sigma`, ``slab_scale`` :math:`\tau` and a flat prior on the intercept. If features
+    are standardised, the coefficients of this model are those of the standardised features; ``coef_``,
+    ``coef_sd_``, ``intercept_`` and all draws are in the units of the data.
 
     The effect of a constant feature cannot be told from the intercept: its inclusion probability and coefficient are 0,
     a warning names it, and the prior does not count it.

@@ -401,9 +401,10 @@ class SpikeSlabRobust(SpikeSlabRegression):
 class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
     r"""Linear regression of several responses, whose coefficients for one feature are all zero or none is.
 
-    The model is that of :class:`SpikeSlabRegressor` for each of K responses, with a gate for each feature,
+    The model is that of :class:`SpikeSlabRegressor` for each of K responses, with a gate for each feature
+    and a noise scale :math:`\sigma_k` for each response,
 
-    .. math:: y_k \sim N(\text{intercept}_k + X \beta_k, \text{noise\_scale}_k^2), \quad \beta_{jk} = z_j w_{jk},
+    .. math:: y_k \sim N(\text{intercept}_k + X \beta_k, \sigma_k^2), \quad \beta_{jk} = z_j w_{jk},
 
     as in scikit-learn's ``MultiTaskLasso``. The noise of one response is independent of that of another. Responses are
     divided by their standard deviations first, so that one slab scale suits all: it is in deviations of a response, and

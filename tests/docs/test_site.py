@@ -116,6 +116,13 @@ def test_page(page, browser):
             browser.save_picture(Path(os.environ["SITE_PICTURES"]) / f"{name}-{width}-{scheme}.png")
 
 
+def test_attributes_and_types_have_their_names():
+    page = (SITE / "api/generated/pyro_l0.selection.SpikeSlabRegressor.html").read_text(encoding="utf-8")
+    assert "<strong>pip_</strong>" in page
+    assert "ArrayLike" in page
+    assert "_SupportsArray" not in page
+
+
 def test_the_landing_page_is_short(browser):
     browser.open(SITE / "index.html", 1400)
     assert browser.ask("document.documentElement.scrollHeight") <= 2400

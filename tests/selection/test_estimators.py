@@ -322,9 +322,9 @@ def test_in_pipelines_and_searches():
     assert cross_val_score(SpikeSlabClassifier(random_state=0), *labels, cv=2, scoring="neg_log_loss").mean() > -0.69
 
 
-def test_without_scikit_learn_the_extra_is_named(monkeypatch):
+def test_without_scikit_learn_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ImportError, match=r"pip install 'pyro-l0\[selection\]'"):
+    with pytest.raises(ImportError, match=r"pip install scikit-learn"):
         importlib.reload(selection)
 
 

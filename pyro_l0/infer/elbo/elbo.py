@@ -220,9 +220,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         """The parts that add up to the loss, without gradients; leaves ``step`` as it is.
 
         Returns:
-            In nats, of shape ``()``: ``nll`` (expected negative log likelihood), ``l0``, ``l2`` (the penalties),
-            ``kl_gate``, ``kl_slab``, ``kl_other`` (times ``kl_scale``), and extra terms by their names. Parts that the
-            objective does not have are 0.
+            Parts by name, in nats and of shape ``()``. They are ``nll`` (expected negative log likelihood), ``l0``,
+            ``l2`` (the penalties), ``kl_gate``, ``kl_slab``, ``kl_other`` (times ``kl_scale``), and extra terms by
+            their names. Parts that the objective does not have are 0.
         """
         with torch.no_grad():
             parts = self._outcome(_Call(model, guide, args, kwargs)).parts

@@ -1,6 +1,6 @@
 """Selection side by side on six designs: python tests/bench/posteriors/bench_rivals.py [--design PART] [--seeds N]
 
-Ours, abess, skscope and millipede; a tool that is not installed is left out (pip install 'pyro-l0[rivals]' has them
+Ours, abess, skscope and millipede; a tool that is not installed is left out (pip install -e '.[rivals]' has them
 all). Each runs as it comes. Ours and millipede have inclusion probabilities, and select at a false discovery rate of
 .1 by the same rule. abess chooses its size by its default, EBIC, and skscope by LinearSIC or EBIC out of 0 to 20.
 millipede expects five effects, its default, and has a negative binomial for counts, which are Poisson here.
