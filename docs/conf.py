@@ -117,13 +117,18 @@ def short_types(app: Sphinx, domain: str, objtype: str, content: nodes.Element) 
 
 
 def types_once(app: Sphinx, domain: str, objtype: str, content: nodes.Element) -> None:
-    """An argument that is described as an attribute, or in a list before a note, has no second entry for its type."""
+    """Arguments have one entry: those that are described as attributes, or in a list before a note, no other for types.
+
+    Arguments of classes without any description, which a page has elsewhere or nobody gives, have none.
+    """
     described = set()
     for fields in [child for child in content if isinstance(child, nodes.field_list)]:
         by_name = {field[0].astext(): field for field in fields}
         described |= {name.replace("*", "") for name, field in by_name.items() if field[1].astext()}
         for name, field in by_name.items():
             kind, _, argument = name.partition(" ")
+            if kind == "rtype" and objtype == "class":
+                fields.remove(field)
             param, written = by_name.get(f"param {argument}"), by_name.get(f"vartype {argument}")
             if kind != "type" or param is None or param[1].astext():
                 continue
@@ -132,7 +137,7 @@ def types_once(app: Sphinx, domain: str, objtype: str, content: nodes.Element) -
                 fields.remove(param)
                 if written is not None:
                     fields.remove(written)
-            elif f"param {argument}" in described:
+            elif f"param {argument}" in described or objtype == "class":
                 fields.remove(param)
                 fields.remove(field)
 
@@ -143,8 +148,21 @@ def without_fields_of_tuples(*event: Any) -> bool | None:
     return True if (getattr(member, "__doc__", "") or "").startswith("Alias for field number") else None
 
 
+def readable_signature(
+    app: Sphinx, what: str, name: str, member: object, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    """Classes that nobody makes by hand, as their private arguments say, have no signature, and no default is code."""
+    if what != "class" or signature is None:
+        return None
+    if re.search(r"\b_\w|\*args, \*\*kwargs", signature):
+        return "", returns
+    shown = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature)
+    return re.sub(r"<(?:factory>|function .*?<lambda>>)", "...", shown), returns
+
+
 def setup(app: Sphinx) -> None:
     """Connect what this file adds."""
+    app.connect("autodoc-process-signature", readable_signature)
     app.connect("autodoc-skip-member", without_fields_of_tuples)
     app.connect("object-description-transform", short_types, priority=600)  # after autodoc
     app.connect("object-description-transform", types_once, priority=600)

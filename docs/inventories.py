@@ -44,6 +44,7 @@ LINKS: dict[str, tuple[str, dict[str, str]]] = {
             "torch.distributions.distribution.Distribution": "distributions.html",
             "Distribution": "distributions.html#torch.distributions.distribution.Distribution",
             "torch.distributions.normal.Normal": "distributions.html#normal",
+            "torch.distributions.constraints.Constraint": "distributions.html#module-torch.distributions.constraints",
         },
     ),
     "pyro": (

@@ -83,6 +83,7 @@ def save_figure(drawn: Axes | Figure | SubFigure | Sequence[Axes], path: Path | 
 
     Example:
         >>> import tempfile
+        >>> from pyro_l0.plots import figure_axes
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_figure(figure_axes(1, 2), f"{folder}/two.png")
     """

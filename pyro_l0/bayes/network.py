@@ -59,6 +59,7 @@ class BayesianLayer(nn.Module):
         As of the layer.
 
     Example:
+        >>> from pyro_l0.bayes import SpikeSlabPrior
         >>> layer = BayesianLayer(nn.Linear(3, 2), SpikeSlabPrior(0.1), True, init_active_prob=0.5, init_scale=0.05)
         >>> layer(torch.ones(4, 3)).shape, layer.active_prob[0]
         (torch.Size([4, 2]), tensor([0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>))
@@ -166,7 +167,7 @@ def bayesian(
 
     Args:
         network: A network with dense layers or convolutions, whose weights are not shared; it is not changed.
-        prior: The prior of the weights and of the gates.
+        prior: The prior of the weights and of the gates; by default ``SpikeSlabPrior(0.1, 1.0)``.
         gates: ``"weight"`` for a binary gate per weight, ``"unit"`` for a hard concrete gate
             (:class:`~pyro_l0.nn.L0Gate`) on each output of all chosen layers but the last, which then stand with it
             in an ``nn.Sequential``, and None for none.
@@ -182,6 +183,7 @@ def bayesian(
         TypeError: An argument has the wrong type.
 
     Example:
+        >>> from pyro_l0.bayes import SpikeSlabPrior, kl
         >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), SpikeSlabPrior(0.05))
         >>> loss = 100 * net(torch.ones(8, 4)).square().mean() + kl(net)
         >>> loss.backward()
@@ -272,6 +274,7 @@ def plain_network(network: nn.Module, *, sample: bool = False, keep: Mapping[str
         KeyError: ``keep`` lacks one of them.
 
     Example:
+        >>> from pyro_l0.bayes import bayesian
         >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)))
         >>> plain_network(net, sample=True)[0]
         Linear(in_features=4, out_features=3, bias=True)

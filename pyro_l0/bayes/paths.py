@@ -81,7 +81,7 @@ class WeightGates:
         example: A batch of inputs.
 
     Example:
-        >>> from pyro_l0.bayes import bayesian
+        >>> from pyro_l0.bayes import OpenUnits, bayesian
         >>> from pyro_l0.compaction import Shrinker
         >>> net = bayesian(nn.Sequential(OpenUnits(4), nn.Linear(4, 3), nn.ReLU(), OpenUnits(3), nn.Linear(3, 2)))
         >>> example = torch.ones(1, 4)

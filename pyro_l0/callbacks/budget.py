@@ -50,7 +50,8 @@ class NetworkBudget:
         gates: the network's :class:`~pyro_l0.nn.NetworkGates`.
         target: the budget's SparsityTarget, once the training has begun.
         optimiser: the optimiser of the gates, once the training has begun.
-        compacted: the small network, once the training has ended.
+        compacted: what :func:`~pyro_l0.compaction.compact` made of the network, once the training has ended; None
+            without an example.
 
     Raises:
         ValueError: the network has no L0Gate, does not take the example, or uses gates in a way that has no cost.
@@ -84,7 +85,7 @@ class NetworkBudget:
 
     @property
     def is_training(self) -> bool:
-        """Whether the training has begun and not ended."""
+        """Whether the training has begun and nothing was compacted yet."""
         return self.target is not None and self.compacted is None
 
     def start(self, steps: float, done: int, trained: Iterable[nn.Parameter]) -> None:

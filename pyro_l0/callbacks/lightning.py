@@ -23,8 +23,9 @@ class BudgetCallback(NetworkBudget, Callback):
     Args:
         network: the network with L0Gates, an attribute of the module or part of one. If it is the module itself, the
             result is only in ``compacted``.
-        example, budget, cost, pretrained, at_least, multiple_of, on_budget: as for
+        example, budget, cost, pretrained, at_least, multiple_of: as for
             :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
+        on_budget: is called with each budget that is met.
 
     Raises:
         ValueError: as NetworkBudget; at the start of ``fit``, the module has several optimisers or manual optimisation,

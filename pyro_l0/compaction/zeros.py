@@ -57,6 +57,7 @@ def compact_zeros(
 
     Example:
         >>> import torch
+        >>> from torch.nn.utils import prune
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
         >>> _ = prune.ln_structured(net[0], "weight", amount=0.5, n=1, dim=0)
         >>> compact_zeros(net, torch.ones(1, 2)).network[0]

@@ -99,7 +99,7 @@ def measure_gradient(
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> from pyro_l0 import HardConcrete
-        >>> from pyro_l0.infer import AutoGate
+        >>> from pyro_l0.infer import L0_ELBO, AutoGate
         >>> def model():
         ...     z = pyro.sample("z", HardConcrete(torch.zeros(2)).to_event(1))
         ...     pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.5))
@@ -185,7 +185,7 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
     derivative is the same everywhere in between.
 
     Args:
-        gate: a gate with a density.
+        gate: a gate with a density and a location, which all families have but ``BernoulliGate`` and ``Rectified``.
 
     Returns:
         A tensor of shape ``batch_shape``.

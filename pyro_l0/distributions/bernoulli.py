@@ -83,7 +83,7 @@ class BernoulliGate(GateDistribution):
 
     @property
     def active_slope(self) -> Tensor:
-        """Derivative of P(z != 0) in the location, whose logistic function it is; ``batch_shape``, no gradient."""
+        """Derivative of P(z != 0), a logistic function of the location, in it; ``batch_shape``, no gradient."""
         active = self.active_prob.detach()
         return active * (1 - active)
 

@@ -100,19 +100,20 @@ class GateDistribution(TorchDistribution):
     precision are computed in float32; ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
 
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned`` and
-    the others in ``_fixed``, and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and
-    guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's; override those that are needed.
+    the others in ``_fixed``, and writes the abstract methods, also ``_at_rate``, ``_log_density`` and ``_cdf``. KLs to
+    every other family, ``log_prob``, ``expand`` and guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are
+    torch's; override those that are needed.
 
     Everything works with ``torch.func``, second derivatives, ``torch.jit.trace`` and ``torch.compile(fullgraph=True)``;
     third derivatives of a mixture's draws and quantiles, and of draws from a tail, are missing. Under ``torch.vmap``
     and where torch traces no Python code can read a value, so parameters, values and rates are not validated there;
     ``torch.vmap`` needs ``randomness="different"`` or ``"same"`` for draws.
 
-    Class attributes:
+    Attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
-        defaults: the options of ``from_active_prob`` and their values, which are a paper's.
-        _fixed: the other parameters, all among these options; each is kept in an attribute with an underscore.
+        defaults: the options of ``from_active_prob`` and their values, which are a paper's. Parameters in ``_fixed``
+            are among them, and each is kept in an attribute with an underscore.
 
     Raises:
         TypeError: ``validate_args`` is not True, False or None.
@@ -207,7 +208,8 @@ class GateDistribution(TorchDistribution):
             active_prob: wanted rate, of the shape that the gate gets: in (0, 1), and between the rates of the two
                 components of a mixture.
             validate_args: whether the gate checks its arguments later on.
-            **options: parameters that the rate does not determine, by name; the others are those of ``defaults``.
+            **options: parameters that the rate does not determine, by name; the others are those of the class's
+                ``defaults``.
                 :class:`~pyro_l0.distributions.HardConcrete` also takes ``one_given_active``, the wanted
                 P(z = 1 | z != 0), which determines the temperature.
 
@@ -374,7 +376,7 @@ class GateDistribution(TorchDistribution):
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
-        """Draw once from each of several gates that ``concatenate`` accepts, pathwise."""
+        """Draw once from each of several gates with equal other parameters, which are numbers; pathwise."""
         joint = concatenate(gates)
         assert joint is not None
         pieces = joint.rsample().split([gate.batch_shape.numel() for gate in gates])

@@ -23,7 +23,7 @@ from pyro_l0.maths.special import Number
 class HardConcrete(StretchedGate):
     r"""Gate on :math:`[0, 1]` with point masses at 0 and at 1.
 
-    Draw s from a binary concrete (log alpha, beta), torch's ``RelaxedBernoulli``, stretch, then clip:
+    Draw s from a binary concrete (log alpha, temperature beta), torch's ``RelaxedBernoulli``, stretch, then clip:
 
     .. math:: z = \min(1, \max(0, s(\zeta - \gamma) + \gamma)).
 
@@ -125,7 +125,7 @@ class HardConcrete(StretchedGate):
 
     @property
     def active_slope(self) -> Tensor:
-        """Derivative of P(z != 0) in the location, whose logistic function it is; ``batch_shape``, no gradient."""
+        """Derivative of P(z != 0), a logistic function of the location, in it; ``batch_shape``, no gradient."""
         active = self.active_prob.detach()
         return active * (1 - active)
 
@@ -161,7 +161,7 @@ class HardConcrete(StretchedGate):
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
-        """Draw once from each of several gates that ``concatenate`` accepts, pathwise."""
+        """Draw once from each of several gates with equal other parameters, which are numbers; pathwise."""
         first = gates[0]
         assert not isinstance(first._temperature, Tensor)  # as concatenate has checked
         log_alphas = [gate.log_alpha for gate in gates]

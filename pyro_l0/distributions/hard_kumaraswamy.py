@@ -23,7 +23,8 @@ class HardKumaraswamy(UnitIntervalGate):
     .. math:: P(s > x) = (1 - x^a)^b, \qquad z = \min(1, \max(0, s(\zeta - \gamma) + \gamma)).
 
     Args:
-        concentration1: a, positive; a larger one moves mass to 1. Shape ``batch_shape``.
+        concentration1: a, positive; a larger one moves mass to 1. Shape ``batch_shape``; 0.5 in ``from_active_prob``
+            and guides by default.
         concentration0: b, positive; a larger one moves mass to 0. Broadcast against a.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.

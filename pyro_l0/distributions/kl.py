@@ -98,7 +98,7 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
 
     ``torch.distributions.kl_divergence`` uses it where no closed form is registered. The cost is bounded for every
-    parameter; see ``docs/lab/derivations.md`` for where the nodes lie.
+    parameter; ``docs/lab/derivations.md`` of the repository says where the nodes lie.
 
     Args:
         q: posterior gate.

@@ -26,7 +26,6 @@ class MixtureGate(UnitIntervalGate):
     (Eq. 12 of the paper) and exact up to the second. Its subclasses have examples.
     """
 
-    logits: Tensor
     _beta: Number
     learned: ClassVar = {"logits": constraints.real}
     _fixed: ClassVar[tuple[str, ...]] = ("beta", "gamma", "zeta")
@@ -194,7 +193,8 @@ class ExponentialGate(MixtureGate):
 
     Args:
         logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
-        beta: positive, broadcast against ``logits``; larger is nearer to binary (the paper calls it a temperature).
+        beta: positive, broadcast against ``logits``; larger is nearer to binary (the paper calls it a temperature). By
+            default 30, the paper's for MNIST.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
 
@@ -224,7 +224,7 @@ class PowerLawGate(MixtureGate):
 
     Args:
         logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
-        beta: above 1, broadcast against ``logits``; larger is nearer to binary.
+        beta: above 1, broadcast against ``logits``; larger is nearer to binary. By default 40, the paper's for MNIST.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
 

@@ -27,7 +27,7 @@ class RectifiedNormal(GateDistribution):
 
     Args:
         loc: location, shape ``batch_shape``.
-        scale: positive, broadcast against ``loc``.
+        scale: positive, broadcast against ``loc``; 0.5 in ``from_active_prob`` and guides by default.
 
     Example:
         >>> RectifiedNormal(torch.tensor([-0.5, 0.5]), 0.5).active_prob
@@ -135,6 +135,10 @@ class Rectified(QuadratureGate):
     Prefer the named families where one fits: they have closed forms and float32-safe tails. Here the atoms' log masses
     are logs of the base's own cdf or, in the far tails of a base on the whole line, integrals of its density; a base in
     half precision stays so. This is the general form of the L0 paper's gates (end of section 2.2).
+
+    A base of any kind has no parameter that a guide could learn or a rate could set. So ``from_active_prob``,
+    ``from_logits``, ``closed``, ``from_real_line``, ``with_learned``, ``draw_jointly`` and ``active_slope``, which need
+    one, are missing.
 
     Args:
         base: a distribution of real numbers with ``cdf``, ``log_prob`` and ``rsample``, shape ``batch_shape``; its

@@ -32,6 +32,7 @@ def disabled(*flags: Flag) -> Iterator[None]:
         ValueError: there is no such flag.
 
     Example:
+        >>> from pyro_l0.fast import is_on
         >>> with disabled("kl"):
         ...     is_on("kl"), is_on("record")
         (False, True)

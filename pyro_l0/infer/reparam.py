@@ -74,8 +74,10 @@ def complete_samples(
 
     Example:
         >>> import pyro.distributions as dist
+        >>> from pyro import poutine
         >>> from pyro.infer import MCMC, NUTS
         >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer.reparam import RectifyReparam
         >>> def regression():
         ...     z = pyro.sample("z", HardConcrete(0.0))
         ...     effect = pyro.deterministic("effect", 2.0 * z)

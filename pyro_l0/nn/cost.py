@@ -238,7 +238,8 @@ class Report:
     """What :meth:`~pyro_l0.nn.NetworkCost.report` returns; it prints as text.
 
     Attributes:
-        stays: the units that stay, by gate site, side of the gate and reason.
+        stays: units that stay, each with its gate's ``site``, the ``units``, ``where`` they stay (``"in front"`` of the
+            gate, ``"behind"`` it, or ``"both"``) and ``why``.
     """
 
     stays: tuple[Stay, ...]

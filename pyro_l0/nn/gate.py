@@ -43,7 +43,14 @@ class GateLayer(nn.Module):
         raise NotImplementedError(f"Expected {type(self).__name__} to write narrow, which keeps some of its gates.")
 
     def multiply(self, x: Tensor, z: Tensor, dim: int, in_block: bool) -> Tensor:
-        """Multiply units by their gates ``z``; where that is cheaper, the layer behind does it with its weights."""
+        """Multiply units by their gates ``z``; where that is cheaper, the layer behind does it with its weights.
+
+        Args:
+            x: what the units returned.
+            z: their gates, in a shape that broadcasts along ``dim``.
+            dim: dimension of ``x`` that holds the units.
+            in_block: whether a block of ``torch.utils.checkpoint`` may be around; then only the layer multiplies.
+        """
         is_last = dim in (-1, x.dim() - 1)
         if self.size > 1 and not in_block and x.dim() > 1 and (is_last or dim == 1) and may_be_gated(x, z):
             return gated_product(x, z, -1 if is_last else 1)

@@ -181,6 +181,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
         TypeError: ``network`` is not a module, ``gates`` is not a mapping, or a value is not a gate.
 
     Example:
+        >>> from pyro_l0.nn import Gate
         >>> from pyro_l0.nn.gate import gate_names
         >>> gate_names(insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": Gate(3)}))
         {'1.1': Gate(3, dim=-1)}

@@ -28,7 +28,9 @@ from pyro_l0.nn.gate import GateLayer, check_units, gate_names, keep_being_calle
 __all__ = ["FAMILIES", "L0Gate", "NetworkGates", "penalty"]
 
 
-#: Gate families by name. Binary gates are missing because they have no pathwise draws, which a plain loss needs.
+#: Gate families by name, which are ``"hard_concrete"``, ``"rectified_normal"``, ``"hard_kumaraswamy"``,
+#: ``"exponential"``, ``"exponential_uniform"`` and ``"power_law"``. Binary gates are missing because they have no
+#: pathwise draws, which a plain loss needs.
 FAMILIES: dict[str, type[GateDistribution]] = {
     "hard_concrete": HardConcrete,
     "rectified_normal": RectifiedNormal,
@@ -51,7 +53,8 @@ class L0Gate(GateLayer):
     Args:
         *shape: shape of the gates, such as ``L0Gate(300)`` for 300 units.
         dim: dimension of the input that holds the units; -1 for features, 1 for feature maps.
-        family: a name of :data:`~pyro_l0.nn.l0_gate.FAMILIES`, or a class with pathwise draws.
+        family: a name of :data:`~pyro_l0.nn.l0_gate.FAMILIES`, or a class of gates with pathwise draws and learned
+            parameters.
         init_active_prob: P(z != 0) at the start.
         init_jitter: standard deviation of the normal noise on the location at the start (0.01 in the L0 paper).
         family_options: keywords of ``family.from_active_prob``, such as ``{"temperature": 0.5}``.
@@ -399,6 +402,7 @@ class NetworkGates:
         TypeError: ``network`` is not a module.
 
     Example:
+        >>> from pyro_l0.nn import L0Gate
         >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), L0Gate(3, init_jitter=0.0), nn.Linear(3, 2))
         >>> gates = NetworkGates(network)
         >>> gates.test_gates()
@@ -444,7 +448,7 @@ class NetworkGates:
         return {site: gate.active_prob for site, gate in self.sites.items()}
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Follow the network after units were removed; as :meth:`~pyro_l0.infer.AutoGate.keep`."""
+        """Follow the network after units were removed; as ``keep`` of :class:`~pyro_l0.infer.AutoGate`."""
         before = self._held
         self._follow()
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
@@ -472,6 +476,7 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
         ValueError: the network has no L0Gate, or a site has no price.
 
     Example:
+        >>> from pyro_l0.nn import L0Gate
         >>> network = nn.Sequential(L0Gate(4, init_active_prob=0.5, init_jitter=0.0), nn.Linear(4, 2))
         >>> round(float(penalty(network, 0.1).detach()), 4)
         0.2

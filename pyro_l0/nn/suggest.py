@@ -45,7 +45,8 @@ class Suggestions(Mapping[str, Gate]):
     It prints as a table.
 
     Attributes:
-        locations: each suggested module with its gate, what a closed unit saves, and what it is coupled with.
+        locations: of each suggested module its ``path``, its ``gate``, the ``weights`` and ``macs`` that a closed unit
+            saves, the ``parameters`` that it is cut from, and the paths of modules that it is ``coupled`` with.
         refused: by path of other modules, why a gate behind them would cut nothing or also act elsewhere, or why its
             units can't be taken out.
         heads: by path of a dense layer, the number of attention heads that it reads, for ``gate_heads``.

@@ -68,6 +68,7 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
         TypeError: ``gates`` is not a mapping of tensors.
 
     Example:
+        >>> from pyro_l0.nn import gate_weights
         >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2)), "0")
         >>> fixed = fix_weights(net, {"0.gate": torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])})
         >>> int(fixed[0].weight.count_nonzero())

@@ -43,13 +43,14 @@ class Latency:
     their time, and by how much operations are slower in the network than alone, come from four sizes of the whole
     network, with straight lines in between.
 
-    The value comes from the tables. The derivative is that of straight lines from one unit to all, because between its
-    steps a table has a derivative of zero.
+    ``latency(active)`` is the time of a call in microseconds, shape ``()``, for P(z != 0) or 0 and 1 of each gate by
+    site. The value comes from the tables. The derivative is that of straight lines from one unit to all, because
+    between its steps a table has a derivative of zero.
 
     Args:
         network: a network with gates, on the device where it is timed.
         example: what it is called with; the times are those of this batch.
-        measured: the times that an earlier object measured, to be used again.
+        measured: the attribute ``measured`` of an earlier object, whose times are used again.
 
     Raises:
         ValueError: no operation that depends on the gates can be timed.

@@ -79,7 +79,7 @@ class Training:
         resume: continue from that file, bit for bit, if it exists.
 
     Raises:
-        ValueError: a number is out of range, or there is no checkpoint to resume from.
+        ValueError: a number is out of range, or ``resume`` has no ``checkpoint``.
         TypeError: a value has the wrong type.
 
     Example:

@@ -55,6 +55,9 @@ def prune(
     for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed, and the
     smaller network is fine-tuned. Nothing needs tuning. Give at least some hundreds of steps; more epochs are better.
 
+    Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
+    are averaged, and all processes return the same network.
+
     Args:
         network: any module that runs in eager torch; it is not changed. If it has :class:`~pyro_l0.nn.Gate` or
             :class:`~pyro_l0.nn.L0Gate` layers, their insertion points are used, and the families of the latter.
@@ -81,9 +84,6 @@ def prune(
             heads of attention count by their features.
         training: optimiser, schedule, distillation, checkpoint and all else that concerns the training, as a
             :class:`~pyro_l0.pruning.Training`; its defaults suit most networks.
-
-    Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
-    are averaged, and all processes return the same network.
 
     Returns:
         The smaller network, with a report, a certificate and the history of the run.

@@ -139,7 +139,7 @@ class PruningReport:
         end: error of the network that is returned.
         largest_unit: the largest share of a budget that one unit takes, or one block of ``multiple_of`` units.
         skipped: by module path, why there is no gate.
-        units: by site, how many of its units stay, and of how many; less than are open where several leave together.
+        units: by site, how many of its units stay, and of how many; fewer than are open, where several leave together.
         notes: what may have gone better, and what to do.
     """
 

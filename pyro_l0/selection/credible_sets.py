@@ -84,6 +84,7 @@ def credible_sets(
         ValueError: the level or the correlation is not between 0 and 1, or the shapes do not fit.
 
     Example:
+        >>> import numpy as np
         >>> x = np.array([[0.0, 0.1], [1.0, 0.9], [2.0, 2.1]])  # features that nearly repeat one another
         >>> gates = np.array([[True, False], [False, True]])  # now one is open, now the other
         >>> [found.features for found in credible_sets(gates, gates.mean(0), x)]

@@ -287,7 +287,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             Arrays by name, ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly
             0; ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
             ``slab_scale``, ``rate`` if it is one for all, and, where the family has noise, ``noise_scale``, shape
-            ``(n,)`` each; and what else the family has, such as ``dispersion``.
+            ``(n,)`` each, or ``(n, K)`` for the noise of several responses; and what else the family has, such as
+            ``dispersion``.
         """
         check_is_fitted(self)
         expect_count(1, n=n)
@@ -363,10 +364,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Its posterior has the gates ``z``, the coefficients ``coef``, the intercept, the scales and the rate, as in
         ``sample``; slabs of closed gates are not drawn, as they have no effect. There are log likelihoods (in nats) and
         replicated observations ``y``, with classes numbered in the order of ``classes_``, and the inclusion
-        probabilities ``P(z != 0)`` as constant data. A row of weight k appears k times.
+        probabilities ``P(z != 0)`` as constant data. A row of weight k appears k times. A Cox regression has no log
+        likelihoods of single observations and no replicated ones, and its observations are ``time`` and ``event``.
 
         Raises:
-            ValueError: a weight is not whole.
+            ValueError: a weight is not whole, or the fit was to summary statistics.
             ImportError: arviz is not installed.
         """
         check_is_fitted(self)
@@ -585,7 +587,8 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
             offset: known part of the linear predictors, as for predictions.
 
         Returns:
-            Shape ``(m, len(probs))``, or ``(m,)`` for one probability.
+            Shape ``(m, len(probs))``, or ``(m, K, len(probs))`` of several responses; without the last dimension for
+            one probability.
         """
         new = self._validated_new(X, offset)
         rng = np.random.default_rng(0)

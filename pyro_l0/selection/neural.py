@@ -102,6 +102,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         feature_names_in_: names of the features, if X had names.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> X = rng.normal(size=(300, 8))
         >>> y = X[:, 1] * X[:, 4]  # neither has an effect of its own

@@ -55,7 +55,8 @@ class SelectionPosterior:
         active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
         mean: means of the coefficients, shape ``(p, K)``.
         sd: standard deviations of the coefficients, shape ``(p, K)``.
-        log_evidence: log p(y) in nats, or its estimate; NaN for a family of ``SAMPLED``.
+        log_evidence: log p(y) in nats, or its estimate; NaN for a family whose parameters are
+            sampled (negative binomial, ordinal, Student-t, multivariate).
         draws: joint draws.
         standard_error: standard errors of ``active_probs``, from the differences of chains and the weights of their
             draws, shape ``(G,)``; None without chains.
@@ -215,7 +216,7 @@ class Problem:
 
     @property
     def gates(self) -> int:
-        """G."""
+        """Number of gates, G."""
         return self.x.shape[1] - self.always if self.gate_of is None else int(self.gate_of.max()) + 1
 
     @property
@@ -226,7 +227,7 @@ class Problem:
 
     @property
     def ungated_precision(self) -> Tensor:
-        """Of the priors of their coefficients."""
+        """Precisions of the normal priors of the coefficients of :attr:`ungated`."""
         scales = [self.prior.always_scale] * self.always + [self.prior.intercept_scale] * self.intercept
         return torch.tensor(scales, dtype=torch.float64) ** -2
 

@@ -140,6 +140,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             ValueError: no data have these moments, or shapes or means do not fit.
 
         Example:
+            >>> import numpy as np
             >>> rng = np.random.default_rng(0)
             >>> x = rng.normal(size=(100, 5))
             >>> y = x[:, 0] - x[:, 3] + rng.normal(size=100)
@@ -223,6 +224,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         intercept_: posterior means of the intercepts, shape ``(1,)`` or ``(classes,)``.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(200, 4))
         >>> labels = np.where(3 * x[:, 1] + rng.logistic(size=200) > 0, "yes", "no")
@@ -311,6 +313,7 @@ class SpikeSlabPoissonRegressor(SpikeSlabRegression):
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(100, 4))
         >>> counts = rng.poisson(np.exp(1 + x[:, 2]))

@@ -56,6 +56,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
         log_evidence_: that of the partial likelihood, in nats: only differences mean something.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(100, 4))
         >>> time = rng.exponential(np.exp(-x[:, 2]))
@@ -175,6 +176,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
     Parameters and attributes are those of :class:`~pyro_l0.selection.SpikeSlabRegressor`, without a noise scale.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(60, 4))
         >>> trials = rng.integers(1, 9, size=60)
@@ -285,6 +287,7 @@ class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
         dispersion_: posterior mean of the dispersion; ``sample`` has its draws.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(200, 4))
         >>> counts = rng.poisson(np.exp(1 + x[:, 2]) * rng.gamma(2.0, 0.5, size=200))
@@ -320,6 +323,7 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
             is subtracted.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(150, 4))
         >>> grades = np.digitize(2 * x[:, 1] + rng.logistic(size=150), [-1, 0, 2])
@@ -379,6 +383,7 @@ class SpikeSlabRobust(SpikeSlabRegression):
         degrees_of_freedom_: their posterior mean.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(100, 4))
         >>> y = x[:, 0] - x[:, 3] + rng.standard_t(1.5, size=100)
@@ -421,6 +426,7 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         noise_scale_: posterior means of the noise's standard deviations, in the units of y, shape ``(K,)``.
 
     Example:
+        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> x = rng.normal(size=(100, 4))
         >>> y = x[:, [1]] * [2.0, -1.0, 0.5] + rng.normal(size=(100, 3))

@@ -330,9 +330,13 @@ def _add(digest: hashlib._Hash, name: str, value: object) -> None:
 
 
 class Trainable(Protocol):
-    """A run that :func:`~pyro_l0.training.epochs` trains has these members."""
+    """A run that :func:`~pyro_l0.training.epochs` trains has these members.
 
-    history: list[dict[str, Any]]  # an entry for every epoch so far; a part of the state
+    Attributes:
+        history: an entry for every epoch so far, a part of the state; ``epochs`` adds to it.
+    """
+
+    history: list[dict[str, Any]]
 
     @property
     def is_done(self) -> bool:

@@ -131,7 +131,7 @@ class SiteGroup:
         return torch.dot(norms.to(active.dtype) * each, active)
 
     def total(self, value: Tensor) -> Tensor:
-        """Sum of a number per entry of the batch under scale and mask; those of a joint draw are 1 and None."""
+        """Sum of a number per entry of the batch under scale and mask; a joint draw has scale 1 and no mask."""
         total: Tensor = scale_and_mask(value, self.posterior["scale"], self.posterior["mask"]).sum()
         return total
 
@@ -182,7 +182,7 @@ class Term(NamedTuple):
         kind: the kind of sites that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"``.
         is_kl: whether ``kl_scale`` scales it.
         uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator for binary gates.
-        takes: whether it takes a group of several sites at once; otherwise it gets them one by one.
+        takes: whether it takes a group of several sites at once; by default it gets them one by one.
 
     Example:
         >>> import pyro

@@ -182,6 +182,7 @@ class AutoGate(AutoGuide):
 
     Example:
         >>> import pyro
+        >>> from pyro_l0 import HardConcrete
         >>> def model():
         ...     with pyro.plate("units", 3):
         ...         pyro.sample("z", HardConcrete.from_active_prob(0.1))

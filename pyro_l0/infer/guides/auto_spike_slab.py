@@ -72,10 +72,12 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             support; otherwise normal latents on which no other prior depends are drawn with the slabs, and the rest
             before the gates. Names restrict the guide to these, all drawn before the gates.
         **options: those of :class:`AutoGate`. ``family`` is ``BernoulliGate`` by default if all priors are, or if
-            gates or slabs depend on anything; then ``init_active_prob`` is 0.5 and ``init_jitter`` 0.1.
+            gates or slabs depend on anything; in the latter case ``init_active_prob`` is 0.5 and ``init_jitter`` 0.1
+            by default.
 
     Shape:
-        Sites have the model's shapes. n draws of structured slabs of p elements in all factorise ``(n, p, p)``.
+        Sites have the model's shapes. For n draws of structured slabs, which have p elements in all, n matrices of
+        shape ``(p, p)`` are factorised.
 
     Raises:
         TypeError: an option has the wrong type, or an entry of ``slab`` is neither a name nor a name and an index.
@@ -103,7 +105,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         True
 
     References:
-        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: docs/lab/derivations.md.
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: ``docs/lab/derivations.md`` of
+        the repository.
     """
 
     def __init__(
@@ -313,7 +316,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         """The guide's parameters in groups for an optimiser, each kind with a suitable learning rate.
 
         Args:
-            learning_rate: the gates' learning rate; slabs get 0.2 of it, other latents 0.3 of it.
+            learning_rate: the gates' learning rate; slabs get 0.2 of it, other latents 0.3 of it. In a mean field all
+                get the same.
 
         Raises:
             ValueError: the guide has not been called.

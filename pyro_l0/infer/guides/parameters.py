@@ -47,7 +47,7 @@ class GateGuide(Protocol):
         """
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Keep some units of some sites, with the arguments and results of :meth:`~pyro_l0.infer.AutoGate.keep`."""
+        """Keep some units of some sites; arguments and result are as in :class:`~pyro_l0.infer.AutoGate`."""
 
 
 def check_guide(guide: object, asked: str, *methods: str) -> None:

@@ -168,7 +168,8 @@ class RefinedPosterior(JointDraws):
     """Gates and slabs with the other latents held fixed, from :meth:`~pyro_l0.infer.AutoSpikeSlab.refine`.
 
     Attributes:
-        spread: largest difference of an inclusion probability between chains; small if they have mixed.
+        spread: largest difference of an inclusion probability between two halves of the chains; small if they have
+            mixed, 0 for ``"mean_field"``, and NaN for a single chain.
         slab: the gate site of each slab site.
 
     Example:

@@ -59,8 +59,9 @@ class Summary(dict[str, SiteSummary]):
         self.notes = tuple(notes)
 
     def to_frame(self) -> pd.DataFrame:
-        """A pandas table: a row for each entry, such as ``w[1, 0]``, a column for each field of :class:`SiteSummary`.
+        """A pandas table: a row for each entry, such as ``w[1, 0]``, and columns by statistic.
 
+        They are ``active_probs``, ``mean``, ``sd``, ``lower`` (5 %), ``upper`` (95 %), of chains ``r_hat``, ``ess``.
         Indices are those of the tensors: of two plates without ``dim``, Pyro puts the outer one last.
         """
         import pandas as pd  # takes half a second

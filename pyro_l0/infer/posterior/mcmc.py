@@ -176,8 +176,24 @@ class PosteriorSamples(JointDraws):
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
         return {name: draws[product_name(gate_site(gate), name)] for name, gate in self.slab.items()}
 
+    def quantiles(self, probs: float | Sequence[float], draws: int | None = None) -> dict[str, Tensor]:
+        """Quantiles of every sample, by its name in ``samples``; coefficients have names such as ``"z * w"``.
+
+        Args:
+            probs: probabilities in [0, 1].
+            draws: number of draws, evenly spaced; all by default.
+
+        Returns:
+            By name, shape ``(len(probs), *shape of the site)``; for a single number, the site's shape.
+        """
+        return super().quantiles(probs, draws)
+
     def summary(self, draws: int | None = None) -> Summary:
-        """Summary of every sample, with r-hat, effective sample sizes and problems; arguments as in the base class."""
+        """Summary of every sample, with r-hat, effective sample sizes and problems.
+
+        Args:
+            draws: number of draws for means, standard deviations and quantiles, evenly spaced; all by default.
+        """
         found = {
             name: site._replace(r_hat=self.r_hat[name], ess=self.ess[name])
             for name, site in super().summary(draws).items()
@@ -231,9 +247,9 @@ def sample_posterior(
     Raises:
         TypeError: a number is not whole.
         NotImplementedError: a latent variable is discrete but not a gate.
-        KeyError: ``slab`` names other sites.
-        ValueError: there are more than 12 Bernoulli gates, the model branches on them, or no start with a finite
-            density was found.
+        KeyError: ``slab`` names other sites, or ``kernel`` is unknown.
+        ValueError: there are fewer than 8 samples or 2 chains, more than 12 Bernoulli gates, the model branches on
+            them, or no start with a finite density was found.
 
     Warns:
         UserWarning: do not trust the draws: chains disagree, probabilities move when coefficients are exchanged, or

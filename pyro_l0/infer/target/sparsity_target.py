@@ -269,13 +269,13 @@ class _Multiplier:
 
     @property
     def multiplier(self) -> Tensor:
-        """The multiplier of each constraint in nats, shape ``(k,)``."""
+        """The multiplier of each constraint in nats, shape ``(k,)``; ``()`` of an ActiveTarget."""
         # Where no gate has a coefficient yet, both averages are 0.
         return torch.sqrt(self._of_loss / self._of_penalty.clamp(min=1e-30)) * torch.exp(self._integral)
 
     @property
     def saturated(self) -> Tensor:
-        """Whether a multiplier has reached its maximum above the loss's scale, shape ``(k,)``."""
+        """Whether a multiplier has reached its maximum above the loss's scale, in the shape of ``multiplier``."""
         return self._integral >= _MOST
 
     def _take_scales(self, of_loss: Tensor, of_penalty: Tensor) -> None:
@@ -609,7 +609,8 @@ class ActiveTarget(_Multiplier):
     where a are the locations of all gates of a batch, such as their logits. As there, what is counted is deterministic:
     :math:`L_0` is the mean over a batch of the number of test gates of an example that are not 0. Ten times its log
     ratio to ``active``, between -3 and 3, is v, and I is the sum of these, between -1 and 1, from a small start. Gates
-    move by their gradients only, so the number is met in the mean of many examples. With random gates it is E[L_0].
+    move by their gradients only, so the number is met in the mean of many examples. With random gates their
+    mean number is :math:`E[L_0]`.
 
     Args:
         active: number of active gates of an example, in the mean, above 0.
@@ -647,7 +648,7 @@ class ActiveTarget(_Multiplier):
         self._violations: list[Tensor] = []  # of the batches of this step
 
     def add_gradient(self, gates: GateDistribution) -> None:
-        """Let the backward pass add the penalty's gradient to that of the gates' locations; call it *before*.
+        """Let the backward pass, before which it is called, add the penalty's gradient to that of the gates' locations.
 
         Without gradients nothing happens. A step may have several batches.
 

@@ -238,7 +238,7 @@ class Maps:
         return self.axes[value] or [self._numbers[value]]
 
     def kind(self, value: Value) -> int:
-        """What is known of a whole tensor, one number of ``ZERO``, ``CONSTANT``, ``VARIES``."""
+        """What is known of a whole tensor, ``ZERO`` (0), ``CONSTANT`` (1) or ``VARIES`` (2)."""
         return min(axis.kind for axis in self.dims(value))
 
     def kinds(self, value: Value, dim: int) -> Kinds:

@@ -43,7 +43,8 @@ def exact_posterior(
     Args:
         X: features, shape ``(n, p)``, p at most 20.
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
-        family: "gaussian", "bernoulli", "categorical" or "poisson".
+        family: ``"gaussian"``, ``"bernoulli"``, ``"categorical"``, ``"poisson"``, and of survival times ``"breslow"``
+            or ``"efron"``. The others have parameters of their own, which are sampled and not enumerated.
         rate: this and the next five are as for :class:`~pyro_l0.selection.SpikeSlabRegressor`; a pair of numbers
             gives the parameters of a Beta prior.
         expected_size: as there.
@@ -59,9 +60,10 @@ def exact_posterior(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: there are more than 20 features, or an argument is out of range.
+        ValueError: there are more than 20 features, the family is sampled, or an argument is out of range.
 
     Example:
+        >>> import numpy as np
         >>> X = np.eye(6)[:, :2]  # two features
         >>> exact_posterior(X, 5.0 * X[:, 0], rate=0.5, slab_scale=2.0, noise_scale=0.5, seed=0).active_probs.round(2)
         array([1.  , 0.09])

@@ -5,6 +5,8 @@ same architecture is first trained on 10,000 of CIFAR-10's images of 32 x 32 pix
 the time of a call with one image of 224 x 224, on one thread: with the gates that it chooses, and with gates on all
 residual streams as well. A row for each: milliseconds, parameters, multiply-adds and test errors. Takes six minutes of
 one core; what is in OUT is not repeated. ``--draw`` draws ``docs/images/resnet18_widths.png`` of the former.
+``--minima`` only predicts the milliseconds with all gates open and with one unit open per gate, for gates inside blocks
+and for all gates; it takes a minute.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.cifar import load_cifar
 from pyro_l0 import prune
-from pyro_l0.nn import Gate, suggest_gates
+from pyro_l0.nn import Gate, insert_gates, suggest_gates
+from pyro_l0.nn.gate import gate_names
 from pyro_l0.plots import figure_axes, save_figure
 from pyro_l0.pruning import Training
+from pyro_l0.pruning.latency import Latency
 from tests.bench.pruning import zoo  # declares the operators that torchvision's import asks for
 from tests.bench.pruning.importance import train
 
@@ -118,6 +122,17 @@ def run(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def print_minima(network: nn.Module) -> None:
+    """The predicted milliseconds with all units open, and with one for each gate."""
+    suggested = suggest_gates(network, EXAMPLE)
+    inside = {location.path: location.gate for location in suggested.locations if not location.coupled}
+    for kind, gates in {"inside blocks": inside, "with residual streams": with_streams(network)}.items():
+        gated = insert_gates(network, gates, EXAMPLE)
+        predict, sizes = Latency(gated, EXAMPLE), {name: gate.size for name, gate in gate_names(gated).items()}
+        times = (predict({name: (torch.arange(n) < most).float() for name, n in sizes.items()}) for most in (10**6, 1))
+        print(kind, *(f"{float(time) / 1e3:.1f} ms" for time in times))
+
+
 def draw(before: dict[str, int], after: dict[str, int]) -> None:
     """The outputs of each convolution, in the order of the network, as given and as left."""
     axes = figure_axes(figsize=(4.2, 3.2))
@@ -137,10 +152,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gates", choices=GATES, nargs="+", default=GATES)
     parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--minima", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserWarning)
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.minima:
+        print_minima(zoo._torchvision("resnet18", "classification")[0])
+        return
     lines = [
         "| gates | ms | parameters | multiply-adds | error given, as cut, at the end, % |",
         "|---|---|---|---|---|",
