@@ -126,6 +126,8 @@ class JointDraws:
     def quantiles(self, probs: float | Sequence[float], draws: int | None = None) -> dict[str, Tensor]:
         """Quantiles of the coefficients z * w by slab site, and of the latents that are neither gates nor slabs.
 
+        Those of chains are of every sample, by its name in ``samples``, such as ``"z * w"``.
+
         Args:
             probs: probabilities in [0, 1].
             draws: number of draws; 10,000 by default, or all that a sampler made.

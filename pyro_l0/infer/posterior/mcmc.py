@@ -176,18 +176,6 @@ class PosteriorSamples(JointDraws):
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
         return {name: draws[product_name(gate_site(gate), name)] for name, gate in self.slab.items()}
 
-    def quantiles(self, probs: float | Sequence[float], draws: int | None = None) -> dict[str, Tensor]:
-        """Quantiles of every sample, by its name in ``samples``; coefficients have names such as ``"z * w"``.
-
-        Args:
-            probs: probabilities in [0, 1].
-            draws: number of draws, evenly spaced; all by default.
-
-        Returns:
-            By name, shape ``(len(probs), *shape of the site)``; for a single number, the site's shape.
-        """
-        return super().quantiles(probs, draws)
-
     def summary(self, draws: int | None = None) -> Summary:
         """Summary of every sample, with r-hat, effective sample sizes and problems.
 
