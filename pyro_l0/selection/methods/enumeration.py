@@ -42,7 +42,8 @@ def exact_posterior(
 
     Args:
         X: features, shape ``(n, p)``, p at most 20.
-        y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
+        y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, counts, or survival times, with a
+            minus sign where they are censored.
         family: ``"gaussian"``, ``"bernoulli"``, ``"categorical"``, ``"poisson"``, and of survival times ``"breslow"``
             or ``"efron"``. The others have parameters of their own, which are sampled and not enumerated.
         rate: this and the next five are as for :class:`~pyro_l0.selection.SpikeSlabRegressor`; a pair of numbers

@@ -6,7 +6,7 @@ the time of a call with one image of 224 x 224, on one thread: with the gates th
 residual streams as well. A row for each: milliseconds, parameters, multiply-adds and test errors. Takes six minutes of
 one core; what is in OUT is not repeated. ``--draw`` draws ``docs/images/resnet18_widths.png`` of the former.
 ``--minima`` only predicts the milliseconds with all gates open and with one unit open per gate, for gates inside blocks
-and for all gates; it takes a minute.
+and for all gates; it takes five minutes.
 """
 
 from __future__ import annotations
