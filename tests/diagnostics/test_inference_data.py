@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,14 +59,34 @@ def test_first_import_of_a_day_is_silent(tmp_path):
         "from pyro_l0.diagnostics.inference_data import inference_data\n"
         "print(inference_data({'posterior': {'w': np.zeros((1, 20))}})['posterior']['w'].shape)"
     )
-    (tmp_path / "cache").mkdir()
+    assert in_an_empty_cache(program, tmp_path) == "(1, 20)\n"
+    assert list(tmp_path.rglob("daily_warning"))  # it has warned
+
+
+@pytest.mark.slow
+def test_two_processes_may_import_arviz_at_the_same_moment(tmp_path):
+    """The first that writes the day of the warning takes the file from under the second, which is this process."""
+    program = (
+        "import pathlib\n"
+        "from pyro_l0.infer.guides.summaries import import_arviz\n"
+        "replace, replaced = pathlib.Path.replace, []\n"
+        "def replace_for_both(path, target):\n"
+        "    replaced.append(replace(path, target).name)\n"
+        "    return replace(path, target)\n"
+        "pathlib.Path.replace = replace_for_both\n"
+        "print(import_arviz().__name__, replaced)"
+    )
+    assert in_an_empty_cache(program, tmp_path) == "arviz ['daily_warning']\n"
+
+
+def in_an_empty_cache(program: str, cache: Path) -> str:
+    """What a program prints where warnings are errors and arviz has never been imported."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", program],
-        env={"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={"XDG_CACHE_HOME": str(cache), "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "(1, 20)\n"
-    assert list((tmp_path / "cache").rglob("daily_warning"))  # it has warned
+    return result.stdout

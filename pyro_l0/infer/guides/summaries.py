@@ -94,7 +94,12 @@ def import_arviz() -> Any:
     """Import arviz without the warning that it gives once a day, which is an error under ``python -W error``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing a major refactor", FutureWarning)
-        import arviz
+        try:
+            import arviz
+        except FileNotFoundError:
+            # arviz writes the day of its warning to a file of one name. Where two processes do so at the same moment,
+            # one finds its file gone; at the second try it reads the day that the other has written.
+            import arviz
     return arviz
 
 
