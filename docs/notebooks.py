@@ -1,4 +1,4 @@
-"""Tutorials as notebooks: a file to download beside each page, and a link to it at the page's top."""
+"""Tutorials as notebooks to download, linked at the top of each page; a picture of each in their list."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ def add_link(app: Sphinx, doctree: nodes.document, name: str) -> None:
         title.parent.insert(title.parent.index(title) + 1, nodes.paragraph("", "", link))
 
 
+def add_pictures(app: Sphinx, doctree: nodes.document, name: str) -> None:
+    """Put the last picture of each tutorial on its card in their list."""
+    if app.builder.format == "html" and name == f"{_FOLDER}index":
+        for card in doctree.findall(nodes.container):
+            if card.get("design_component") == "card":
+                link = next(card.findall(nodes.reference))
+                tutorial = app.env.get_doctree(_FOLDER + link["refuri"].removesuffix(".html"))
+                *_, picture = tutorial.findall(nodes.image)
+                card.insert(0, nodes.image(**picture.attributes | {"classes": ["sd-card-img-top"]}))
+
+
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
     """Write the notebooks beside the pages."""
     if exception is None and app.builder.format == "html":
@@ -50,7 +61,8 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect both to the build."""
+    """Connect all three to the build."""
     app.connect("doctree-resolved", add_link)
+    app.connect("doctree-resolved", add_pictures)
     app.connect("build-finished", write_notebooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

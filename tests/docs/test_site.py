@@ -151,6 +151,16 @@ def test_tutorials_show_a_picture(page):
     assert "<img" in page.read_text().split("cell_output", 1)[1]
 
 
+def test_the_list_of_tutorials_shows_their_pictures(browser):
+    browser.open(SITE / "tutorials" / "index.html", 1400)
+    pictures = browser.ask(
+        "[...document.querySelectorAll('.sd-card img')].filter(part => part.naturalWidth).map(part => part.src)"
+    )
+    assert len({*pictures}) == len(TUTORIALS)
+    for page in TUTORIALS:
+        assert any(Path(picture).name in page.read_text() for picture in pictures), page
+
+
 def test_a_page_that_is_cut_off_is_found(browser, tmp_path):
     """What the tests of the pages look for, on a page that has it."""
     (tmp_path / "page.html").write_text("""<body><article>
