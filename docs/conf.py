@@ -10,10 +10,12 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util import logging
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from inventories import write_inventories
+from run_code import missing, pages
 
 from pyro_l0 import __version__
 
@@ -28,6 +30,7 @@ extensions = [
     "mathml",
     "myst_nb",
     "notebooks",
+    "page_parts",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
@@ -83,6 +86,13 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+nb_execution_excludepatterns = []
+suppress_warnings = ["myst-nb.lexer"]  # only a kernel says in which language the cells of a page are
+for _page in pages():
+    _text = _page.read_text(encoding="utf-8")
+    if "{code-cell}" in _text and (_libraries := missing(_text)):
+        nb_execution_excludepatterns.append(_page.name)
+        logging.getLogger(__name__).info("%s: its cells are not run, they need %s", _page, " and ".join(_libraries))
 nb_merge_streams = True
 # Pages run side by side: with a thread for every core each, small programs take up to twenty times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,17 @@ OPTIONS = re.compile(r"^(?::[^\n]*|---\n.*?---)\n", re.DOTALL | re.MULTILINE)  #
 # For programs that are started as one of several processes.
 GROUP = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 LIMIT = 300  # seconds
+# What stands in a program, and the library of an extra that it then needs.
+OPTIONAL = {
+    "lightning": "lightning",
+    "matplotlib": "matplotlib",
+    "peft": "peft",
+    "pyro_l0.plots": "matplotlib",
+    "pyro_l0.selection": "sklearn",
+    "safetensors": "safetensors",
+    "sklearn": "sklearn",
+    "transformers": "transformers",
+}
 
 
 class Program(NamedTuple):
@@ -69,6 +81,11 @@ def first_cell(page: Path) -> str:
     )
 
 
+def missing(code: str) -> list[str]:
+    """The optional libraries that a program or a page needs and that are not installed."""
+    return sorted({name for text, name in OPTIONAL.items() if text in code and find_spec(name) is None})
+
+
 def run(program: Program, python: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program in a folder that is empty, and is gone afterwards; one that takes too long has failed.
 
@@ -90,8 +107,9 @@ def main(names: list[str]) -> int:
     for page in [Path(name).resolve() for name in names] or pages():
         for program in programs(page, bool(names)):
             where = f"{program.page}, line {program.line}"
-            if program.left_out is not None:
-                print(f"{where}: not run, {program.left_out}", flush=True)
+            needed = " and ".join(missing(program.code))
+            if program.left_out is not None or needed:
+                print(f"{where}: not run, {program.left_out or f'it needs {needed}'}", flush=True)
                 continue
             start = time.perf_counter()
             finished = run(program)

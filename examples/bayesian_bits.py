@@ -1,7 +1,7 @@
 """How many bits the weights of a pruned network need, and how small its file gets.
 
 ``examples/mnist.py`` prunes a network and saves it; this takes its folder. The weights become the means of Gaussian
-slabs and stay where they are. The spike-and-slab bound (Eq. 20 of the L0 paper) trains the slabs' spread and, with
+slabs and stay where they are. The spike-and-slab ELBO (Louizos et al., Eq. 20) trains the slabs' spread and, with
 ``--prior-active-prob``, a gate for each weight. The spread says to how many bits each layer's weights are rounded
 (arXiv:1705.08665). The table has the pruned network, draws of the posterior, the median probability model, and that
 rounded, saved and loaded:

@@ -1,6 +1,6 @@
 """A Bayesian multilayer perceptron whose weights can be exactly zero, beside an ensemble and Monte Carlo dropout.
 
-The spike-and-slab bound (Eq. 20 of the L0 paper) with a binary gate for each weight and the inputs read by every layer.
+The spike-and-slab ELBO (Louizos et al., Eq. 20) with a binary gate for each weight and the inputs read by every layer.
 Units and inputs that no weight reads any more leave while it trains. Then the gates are fixed and the slabs train on.
 The table has, for the test data,
 

@@ -5,9 +5,9 @@ weight, so that it can be exactly zero:
 
     z ~ HardConcrete, P(z != 0) = 0.2;   w ~ Normal(0, 0.2);   y ~ Normal(x (z w), sigma)
 
-with a known sigma (the residual standard deviation of least squares, 0.703). SVI maximises the bound of Eq. 20 of the
-L0 paper with a mean-field guide; the exact posterior is that of binary gates, so the prior's temperature is such that
-an active gate is 1 in nine cases of ten. It takes about 10 seconds on one core. Expect:
+with a known sigma (the residual standard deviation of least squares, 0.703). SVI maximises the spike-and-slab ELBO
+(Louizos et al., Eq. 20) with a mean-field guide; the exact posterior is that of binary gates, so the prior's
+temperature is such that an active gate is 1 in nine cases of ten. It takes about 10 seconds on one core. Expect:
 
 - The features that the data decide (sex, bmi, bp, s5 are in; age, s6 are out) agree within 0.04 in inclusion
   probability and 0.02 in coefficient.
@@ -15,7 +15,7 @@ an active gate is 1 in nine cases of ten. It takes about 10 seconds on one core.
   s3 (0.12), s1 with s4 (0.09), ... The guide's gates are independent, so it can't say "the one or the other": the
   largest differences are 0.22 to 0.25 in inclusion probability and 0.04 in coefficient, both at s1.
 
-This is a property of the mean-field bound: coordinate ascent on it with binary gates ends near what SVI finds.
+This is a property of the mean-field ELBO: coordinate ascent on it with binary gates ends near what SVI finds.
 
 Writes to ``--out``: ``metrics.json`` and ``coefficients.png``.
 """

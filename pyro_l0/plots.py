@@ -145,7 +145,8 @@ def plot_curves(
         The axes.
 
     Example:
-        >>> axes = plot_curves({"train": [0.9, 0.4], "test": [1.0, 0.6]}, xlabel="epoch", ylabel="loss, nats")
+        >>> losses = {"train": [0.9, 0.4], "test": [1.0, 0.6]}
+        >>> axes = plot_curves(losses, xlabel="epoch", ylabel="loss, nats")
         >>> [line.get_label() for line in axes.lines]
         ['train', 'test']
     """
@@ -193,7 +194,8 @@ def plot_bars(
         ValueError: a group has another number of heights than there are names.
 
     Example:
-        >>> axes = plot_bars({"exact": [0.9, 0.2], "guide": [0.8, 0.3]}, ["age", "bmi"], ylabel="inclusion probability")
+        >>> probs = {"exact": [0.9, 0.2], "guide": [0.8, 0.3]}
+        >>> axes = plot_bars(probs, ["age", "bmi"], ylabel="inclusion probability")
         >>> [float(bar.get_height()) for bar in axes.patches]
         [0.9, 0.2, 0.8, 0.3]
     """
@@ -333,7 +335,8 @@ def plot_inclusion(
         ValueError: shapes differ, or a probability is outside of [0, 1].
 
     Example:
-        >>> left, right = plot_inclusion([0.9, 0.2], [0.4, 0.0], [1.1, 0.3], mean=[0.8, 0.1], names=["age", "bmi"])
+        >>> probs, lower, upper = [0.9, 0.2], [0.4, 0.0], [1.1, 0.3]
+        >>> left, _ = plot_inclusion(probs, lower, upper, mean=[0.8, 0.1], names=["age", "bmi"])
         >>> [float(bar.get_width()) for bar in left.patches]
         [0.9, 0.2]
     """
@@ -378,9 +381,8 @@ def plot_credible_sets(
         ValueError: a set names a feature that does not exist, or there are more or fewer names than features.
 
     Example:
-        >>> axes = plot_credible_sets(
-        ...     [[0, 1]], [[1.0, 0.9, 0.1], [0.9, 1.0, 0.0], [0.1, 0.0, 1.0]], names=["a", "b", "c"]
-        ... )
+        >>> correlation = [[1.0, 0.9, 0.1], [0.9, 1.0, 0.0], [0.1, 0.0, 1.0]]
+        >>> axes = plot_credible_sets([[0, 1]], correlation, names=["a", "b", "c"])
         >>> [label.get_text() for label in axes.get_xticklabels()]
         ['a', 'b']
     """

@@ -60,7 +60,8 @@ class BayesianLayer(nn.Module):
 
     Example:
         >>> from pyro_l0.bayes import SpikeSlabPrior
-        >>> layer = BayesianLayer(nn.Linear(3, 2), SpikeSlabPrior(0.1), True, init_active_prob=0.5, init_scale=0.05)
+        >>> linear, prior = nn.Linear(3, 2), SpikeSlabPrior(0.1)
+        >>> layer = BayesianLayer(linear, prior, True, init_active_prob=0.5, init_scale=0.05)
         >>> layer(torch.ones(4, 3)).shape, layer.active_prob[0]
         (torch.Size([4, 2]), tensor([0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>))
 
@@ -184,7 +185,8 @@ def bayesian(
 
     Example:
         >>> from pyro_l0.bayes import SpikeSlabPrior, kl
-        >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), SpikeSlabPrior(0.05))
+        >>> mlp = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> net = bayesian(mlp, SpikeSlabPrior(0.05))
         >>> loss = 100 * net(torch.ones(8, 4)).square().mean() + kl(net)
         >>> loss.backward()
 

@@ -60,7 +60,8 @@ def active_weights(network: nn.Module, example: Tensor) -> dict[str, Tensor]:
         >>> from pyro_l0.bayes import bayesian
         >>> net = bayesian(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
         >>> with torch.no_grad():
-        ...     _ = net[0].logits.copy_(torch.tensor([[1.0, -1.0], [-1.0, -1.0]])), net[2].logits.fill_(1.0)
+        ...     _ = net[0].logits.copy_(torch.tensor([[1.0, -1.0], [-1.0, -1.0]]))
+        ...     _ = net[2].logits.fill_(1.0)
         >>> active_weights(net, torch.ones(1, 2))
         {'0': tensor([[ True, False],
                 [False, False]]), '2': tensor([[ True, False]])}
@@ -83,7 +84,9 @@ class WeightGates:
     Example:
         >>> from pyro_l0.bayes import OpenUnits, bayesian
         >>> from pyro_l0.compaction import Shrinker
-        >>> net = bayesian(nn.Sequential(OpenUnits(4), nn.Linear(4, 3), nn.ReLU(), OpenUnits(3), nn.Linear(3, 2)))
+        >>> hidden, output = nn.Linear(4, 3), nn.Linear(3, 2)
+        >>> mlp = nn.Sequential(OpenUnits(4), hidden, nn.ReLU(), OpenUnits(3), output)
+        >>> net = bayesian(mlp)
         >>> example = torch.ones(1, 4)
         >>> optimiser = torch.optim.Adam(net.parameters())
         >>> shrinker = Shrinker(net, WeightGates(net, example), example, optimiser)

@@ -31,7 +31,8 @@ class RectifyReparam(Reparam):
     Example:
         >>> from pyro import poutine
         >>> from pyro_l0 import HardConcrete
-        >>> model = poutine.reparam(lambda: pyro.sample("z", HardConcrete(0.0)), {"z": RectifyReparam()})
+        >>> gate = HardConcrete(0.0)
+        >>> model = poutine.reparam(lambda: pyro.sample("z", gate), {"z": RectifyReparam()})
         >>> sorted(poutine.trace(model).get_trace().nodes)
         ['_INPUT', '_RETURN', 'z', 'z_base']
     """
@@ -85,7 +86,8 @@ def complete_samples(
         >>> model = poutine.reparam(regression, {"z": RectifyReparam()})
         >>> mcmc = MCMC(NUTS(model), num_samples=20, warmup_steps=20, disable_progbar=True)
         >>> mcmc.run()
-        >>> {name: tuple(x.shape) for name, x in complete_samples(model, mcmc.get_samples()).items()}
+        >>> samples = complete_samples(model, mcmc.get_samples())
+        >>> {name: tuple(x.shape) for name, x in samples.items()}
         {'z_base': (20,), 'z': (20,), 'effect': (20,)}
     """
     expect(Mapping, "a dict of tensors by site", samples=samples)

@@ -389,10 +389,12 @@ class NetworkCost:
 
     Example:
         >>> from pyro_l0.nn import Gate
-        >>> cost = NetworkCost(nn.Sequential(Gate(4), nn.Linear(4, 3), Gate(3), nn.Linear(3, 2)), torch.ones(1, 4))
+        >>> net = nn.Sequential(Gate(4), nn.Linear(4, 3), Gate(3), nn.Linear(3, 2))
+        >>> cost = NetworkCost(net, torch.ones(1, 4))
         >>> cost.group_sizes, cost.total_weights
         ({'0': 3.0, '2': 2.0}, 18)
-        >>> cost.weights({"0": torch.tensor([1.0, 1.0, 0.0, 0.0]), "2": torch.tensor([1.0, 0.0, 0.0])})
+        >>> z = {"0": torch.tensor([1.0, 1.0, 0.0, 0.0]), "2": torch.tensor([1.0, 0.0, 0.0])}
+        >>> cost.weights(z)
         tensor(4.)
 
     References:
@@ -466,7 +468,8 @@ class NetworkCost:
 
         Example:
             >>> from pyro_l0.nn import Gate
-            >>> print(NetworkCost(nn.Sequential(nn.Linear(2, 3), Gate(3)), torch.ones(1, 2)).report())
+            >>> net = nn.Sequential(nn.Linear(2, 3), Gate(3))
+            >>> print(NetworkCost(net, torch.ones(1, 2)).report())
             gate '1', units 0-2: stay behind the gate (network output)
         """
         return ClosedUnits(self._recording).report()

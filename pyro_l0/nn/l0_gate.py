@@ -403,7 +403,8 @@ class NetworkGates:
 
     Example:
         >>> from pyro_l0.nn import L0Gate
-        >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), L0Gate(3, init_jitter=0.0), nn.Linear(3, 2))
+        >>> gate = L0Gate(3, init_jitter=0.0)
+        >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), gate, nn.Linear(3, 2))
         >>> gates = NetworkGates(network)
         >>> gates.test_gates()
         {'2': tensor([0.6744, 0.6744, 0.6744])}
@@ -477,7 +478,8 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
 
     Example:
         >>> from pyro_l0.nn import L0Gate
-        >>> network = nn.Sequential(L0Gate(4, init_active_prob=0.5, init_jitter=0.0), nn.Linear(4, 2))
+        >>> gate = L0Gate(4, init_active_prob=0.5, init_jitter=0.0)
+        >>> network = nn.Sequential(gate, nn.Linear(4, 2))
         >>> round(float(penalty(network, 0.1).detach()), 4)
         0.2
     """

@@ -83,8 +83,9 @@ class Training:
         TypeError: a value has the wrong type.
 
     Example:
+        >>> from torch.optim import SGD
         >>> from pyro_l0.pruning import Training
-        >>> training = Training(make_optimiser=lambda parameters: torch.optim.SGD(parameters, 0.1), accumulate=4)
+        >>> training = Training(make_optimiser=lambda params: SGD(params, 0.1), accumulate=4)
     """
 
     make_optimiser: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None

@@ -53,7 +53,8 @@ def prune(
     Gates go where a closed one makes the network smaller: behind units that only their own layers read, and on the
     heads of attention. They train with the weights by the L0 objective under a :class:`~pyro_l0.infer.SparsityTarget`,
     for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed, and the
-    smaller network is fine-tuned. Nothing needs tuning. Give at least some hundreds of steps; more epochs are better.
+    smaller network is fine-tuned. Give at least some hundreds of steps; more epochs are better. Usually nothing else
+    needs tuning.
 
     Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
     are averaged, and all processes return the same network.
@@ -108,7 +109,7 @@ def prune(
         >>> x = torch.randn(512, 8)
         >>> data = DataLoader(TensorDataset(x, x[:, 0] * x[:, 1]), 32, shuffle=True)
         >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
-        >>> result = prune(net, nn.functional.mse_loss, data, x[:2], 0.25, epochs=30, pretrained=False)
+        >>> result = prune(net, nn.MSELoss(), data, x[:2], 0.25, epochs=30, pretrained=False)
         >>> result.network[0].out_features
         16
 

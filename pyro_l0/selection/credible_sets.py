@@ -85,7 +85,7 @@ def credible_sets(
 
     Example:
         >>> import numpy as np
-        >>> x = np.array([[0.0, 0.1], [1.0, 0.9], [2.0, 2.1]])  # features that nearly repeat one another
+        >>> x = np.array([[0.0, 0.1], [1.0, 0.9], [2.0, 2.1]])  # two nearly equal features
         >>> gates = np.array([[True, False], [False, True]])  # now one is open, now the other
         >>> [found.features for found in credible_sets(gates, gates.mean(0), x)]
         [(0, 1)]

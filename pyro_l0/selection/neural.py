@@ -106,8 +106,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         >>> rng = np.random.default_rng(0)
         >>> X = rng.normal(size=(300, 8))
         >>> y = X[:, 1] * X[:, 4]  # neither has an effect of its own
-        >>> selector = NeuralFeatureSelector(n_features=2, max_steps=600, random_state=0).fit(X, y)
-        >>> selector.get_support(indices=True)
+        >>> selector = NeuralFeatureSelector(n_features=2, max_steps=600, random_state=0)
+        >>> selector.fit(X, y).get_support(indices=True)
         array([1, 4])
 
     References:

@@ -145,7 +145,8 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             >>> x = rng.normal(size=(100, 5))
             >>> y = x[:, 0] - x[:, 3] + rng.normal(size=100)
             >>> x, y = x - x.mean(0), y - y.mean()
-            >>> SpikeSlabRegressor.from_moments(x.T @ x, x.T @ y, y @ y, 100, random_state=0).select()
+            >>> moments = x.T @ x, x.T @ y, y @ y
+            >>> SpikeSlabRegressor.from_moments(*moments, n=100, random_state=0).select()
             array([0, 3])
         """
         return cls(**parameters)._fit_summary(of_moments(XtX, Xty, yty, n), n, X_mean, y_mean)

@@ -154,8 +154,9 @@ class Checkpoint:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Checkpoint(f"{folder}/run.pt", {"seed": 1}).save({"epoch": 3})
-        ...     Checkpoint(f"{folder}/run.pt", {"seed": 1}).load(lambda state: print(state["epoch"]))
+        ...     path = f"{folder}/run.pt"
+        ...     Checkpoint(path, {"seed": 1}).save({"epoch": 3})
+        ...     Checkpoint(path, {"seed": 1}).load(lambda state: print(state["epoch"]))
         3
     """
 

@@ -37,7 +37,7 @@ def process_group(device: str | torch.device = "cpu") -> Iterator[bool]:
         Whether this is the first process, the one that prints and writes.
 
     Example:
-        >>> with process_group("cpu") as is_first:  # in a script that ``torchrun`` or ``python`` starts
+        >>> with process_group("cpu") as is_first:  # in a script run by torchrun or python
         ...     if is_first:
         ...         print("training")
         training

@@ -83,3 +83,13 @@ def test_every_page_can_be_read():
     pages = run_code.pages()
     assert len([program for page in pages for program in run_code.programs(page)]) > 10
     assert not any("lab" in page.parts for page in pages)
+
+
+def test_programs_that_need_an_optional_library_are_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(run_code.OPTIONAL, "no_such_library", "no_such_library")
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport no_such_library\n```\n\n```python\nassert True\n```\n")
+    assert run_code.main([str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "line 1: not run, it needs no_such_library" in printed
+    assert printed.count(": ok") == 1

@@ -161,6 +161,14 @@ def test_the_list_of_tutorials_shows_their_pictures(browser):
         assert any(Path(picture).name in page.read_text() for picture in pictures), page
 
 
+def test_pictures_have_captions_and_commands_fold_away(browser):
+    browser.open(SITE / "results.html", 1400)
+    code = "[...document.querySelectorAll('article code')].filter(part => part.textContent.startsWith('python tests/'))"
+    assert browser.ask(f"{code}.length") > 5
+    assert browser.ask(f"{code}.filter(part => !part.closest('details')).length") == 0
+    assert "published points" in browser.ask("document.querySelector('figure:has(img) figcaption').innerText")
+
+
 def test_a_page_that_is_cut_off_is_found(browser, tmp_path):
     """What the tests of the pages look for, on a page that has it."""
     (tmp_path / "page.html").write_text("""<body><article>

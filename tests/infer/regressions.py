@@ -47,7 +47,7 @@ def correlated_guide(model, slab=SLAB, seed=0, **options):
 
 
 def leave_one_out(num_particles=4, **options):
-    """The bound of Eq. 20, whose gates have no pathwise gradient."""
+    """The spike-and-slab ELBO, whose gates have no pathwise gradient."""
     return L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=num_particles, **options)
 
 

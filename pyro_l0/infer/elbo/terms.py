@@ -188,9 +188,13 @@ class Term(NamedTuple):
         >>> import pyro
         >>> from pyro_l0 import HardConcrete
         >>> from pyro_l0.infer import L0_ELBO, AutoGate
-        >>> sure = Term("sure", lambda group, elbo: (group.active_prob * (1 - group.active_prob)).sum(), "gates")
-        >>> guide = AutoGate(lambda: pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1)), init_jitter=0.0)
-        >>> round(L0_ELBO("l0", extra_terms=[sure]).loss(guide.model, guide), 2)  # 3 * 0.9 * 0.1
+        >>> def variance(group, elbo):
+        ...     return (group.active_prob * (1 - group.active_prob)).sum()
+        >>> sure = Term("sure", variance, "gates")
+        >>> gates = HardConcrete(torch.zeros(3)).to_event(1)
+        >>> guide = AutoGate(lambda: pyro.sample("z", gates), init_jitter=0.0)
+        >>> elbo = L0_ELBO("l0", extra_terms=[sure])
+        >>> round(elbo.loss(guide.model, guide), 2)  # 3 * 0.9 * 0.1
         0.27
     """
 

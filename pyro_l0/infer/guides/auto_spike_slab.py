@@ -93,13 +93,14 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         >>> import pyro.distributions as dist
         >>> from pyro_l0 import BernoulliGate
         >>> from pyro_l0.infer import fit
-        >>> x = torch.linspace(-1, 1, 20).expand(2, 20)  # the same feature twice: either explains y
+        >>> x = torch.linspace(-1, 1, 20).expand(2, 20)  # one feature twice: either explains y
         >>> def regression():
         ...     with pyro.plate("features", 2):
         ...         z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.1)))
         ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...     pyro.sample("y", dist.Normal((z * w) @ x, 0.3).to_event(1), obs=x[0])
-        >>> guide = AutoSpikeSlab(regression, slab={"w": "z"}, gates="autoregressive", slabs="structured")
+        >>> slab = {"w": "z"}
+        >>> guide = AutoSpikeSlab(regression, slab, gates="autoregressive", slabs="structured")
         >>> result = fit(regression, guide, steps=400, seed=0)
         >>> bool((guide.active_probs()["z"] - 0.52).abs().max() < 0.05)
         True

@@ -179,7 +179,8 @@ class RefinedPosterior(JointDraws):
         >>> x = torch.eye(50) * 3
         >>> def model(y):
         ...     with pyro.plate("features", 50):
-        ...         z, w = pyro.sample("z", BernoulliGate(probs=0.1)), pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...         z = pyro.sample("z", BernoulliGate(probs=0.1))
+        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...     pyro.sample("y", dist.Normal(x @ (z * w), 0.5).to_event(1), obs=y)
         >>> guide, y = AutoSpikeSlab(model, slab={"w": "z"}), x[7]
         >>> _ = guide(y)

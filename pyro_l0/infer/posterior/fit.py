@@ -73,19 +73,18 @@ def fit(
     progress: bool = False,
     **kwargs: object,
 ) -> Fit:
-    """Train a guide on the spike-and-slab bound until it matches the posterior or the steps are used up.
+    """Train a guide on the spike-and-slab ELBO (Louizos et al., Eq. 20) until it fits the posterior or steps run out.
 
-    The bound is Eq. 20. Adam's learning rate falls by a cosine, the likelihood is tempered for the gates over the first
-    third, and all particles are drawn in one run of the model if ``torch.vmap`` can map it. Training ends early once
-    the log ratio of model and guide hardly varies over draws: half its variance estimates the gap between bound and
-    evidence.
+    Adam's learning rate falls by a cosine, the likelihood is tempered for the gates over the first third, and all
+    particles are drawn in one run of the model if ``torch.vmap`` can map it. Training ends early once the log ratio of
+    model and guide hardly varies over draws: half its variance estimates the gap between the ELBO and the evidence.
 
     Args:
         model: a Pyro model.
         guide: its guide, which gets the best restart's parameters.
         *args: arguments of the model.
         steps: maximum number of steps of each restart.
-        restarts: trainings from different starts; the one with the largest bound is kept.
+        restarts: trainings from different starts; the one with the largest ELBO is kept.
         num_particles: draws per step, at least 2.
         learning_rate: the gates' learning rate at the start; see :meth:`AutoSpikeSlab.parameter_groups`.
         seed: seed of all random numbers.
@@ -115,7 +114,8 @@ def fit(
         ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("y", dist.Normal((z * w) @ x.T, 1.0), obs=y)
-        >>> guide = AutoSpikeSlab(model, slab={"w": "z"}, gates="autoregressive", slabs="structured")
+        >>> slab = {"w": "z"}
+        >>> guide = AutoSpikeSlab(model, slab, gates="autoregressive", slabs="structured")
         >>> result = fit(model, guide, x, y, seed=0)
         >>> (guide.active_probs()["z"] > 0.9).tolist(), check_fit(model, guide, x, y, seed=0).ok
         ([True, False], True)

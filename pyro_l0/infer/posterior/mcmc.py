@@ -254,8 +254,9 @@ def sample_posterior(
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
         >>> x = torch.stack((torch.linspace(-1, 1, 50), torch.linspace(1, -1, 50) ** 2), 1)
-        >>> short = {"num_samples": 200, "warmup_steps": 100, "num_chains": 2}  # for this example
-        >>> posterior = sample_posterior(regression, x, 2 * x[:, 0], slab={"w": "z"}, seed=1, **short)
+        >>> y = 2 * x[:, 0]
+        >>> short = {"num_samples": 200, "warmup_steps": 100, "num_chains": 2}  # to be quick
+        >>> posterior = sample_posterior(regression, x, y, slab={"w": "z"}, seed=1, **short)
         >>> [round(p, 1) for p in posterior.active_probs()["z"].tolist()]
         [1.0, 0.1]
         >>> sorted(posterior.samples)

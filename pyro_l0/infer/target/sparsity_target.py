@@ -632,7 +632,8 @@ class ActiveTarget(_Multiplier):
         ...     (gate().sum(1) - 10).square().mean().backward()
         ...     optimiser.step()
         ...     target.ascend()
-        >>> 4.5 < (L0Gate.from_logits(encoder(torch.randn(1000, 8))).test_gate != 0).sum() / 1000 < 5.5
+        >>> gate = L0Gate.from_logits(encoder(torch.randn(1000, 8)))
+        >>> 4.5 < (gate.test_gate != 0).sum() / 1000 < 5.5
         tensor(True)
 
     References:

@@ -572,7 +572,8 @@ def analyse(
         >>> from pyro_l0.nn import Gate
         >>> from pyro_l0.nn.engine import record
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
-        >>> analysis = analyse(record(net, torch.ones(1, 2)), {"2": torch.tensor([False, True, False])})
+        >>> closed = {"2": torch.tensor([False, True, False])}
+        >>> analysis = analyse(record(net, torch.ones(1, 2)), closed)
         >>> analysis.remaining["0.weight"]
         (tensor([0, 2]), tensor([0, 1]))
     """

@@ -101,7 +101,8 @@ class NormalForms(Statements):
     Example:
         >>> statements = NormalForms([2])
         >>> one, other = statements.gate(0), statements.gate(1)
-        >>> statements.clauses(statements.both(one, statements.some([one, other])))  # the second follows from the first
+        >>> either = statements.some([one, other])  # follows from one
+        >>> statements.clauses(statements.both(one, either))
         (frozenset({0}),)
     """
 
@@ -267,7 +268,8 @@ class TruthTables(Statements):
 
     Example:
         >>> cases = TruthTables([{0}, {1}, {0, 1}])
-        >>> cases.count(np.array([cases.gate(0), cases.some([cases.gate(0), cases.gate(1)]), TRUE]))
+        >>> one, other = cases.gate(0), cases.gate(1)
+        >>> cases.count(np.array([one, cases.some([one, other]), TRUE]))
         array([2, 3, 1])
     """
 

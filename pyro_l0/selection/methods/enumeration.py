@@ -66,7 +66,9 @@ def exact_posterior(
     Example:
         >>> import numpy as np
         >>> X = np.eye(6)[:, :2]  # two features
-        >>> exact_posterior(X, 5.0 * X[:, 0], rate=0.5, slab_scale=2.0, noise_scale=0.5, seed=0).active_probs.round(2)
+        >>> y = 5.0 * X[:, 0]
+        >>> exact = exact_posterior(X, y, rate=0.5, slab_scale=2.0, noise_scale=0.5, seed=0)
+        >>> exact.active_probs.round(2)
         array([1.  , 0.09])
     """
     design = make_design(

@@ -1,0 +1,40 @@
+"""Parts of pages: a picture's description stands below it, and the commands behind results fold away."""
+
+from __future__ import annotations
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+
+def add_captions(app: Sphinx, doctree: nodes.document) -> None:
+    """A picture that is alone in its paragraph is a figure, whose caption is its description."""
+    for picture in list(doctree.findall(nodes.image)):
+        if isinstance(picture.parent, nodes.paragraph) and len(picture.parent) == 1:
+            paragraph, figure = picture.parent, nodes.figure("", picture, nodes.caption("", picture["alt"]))
+            doctree.set_id(figure)  # which Sphinx expects of one with a caption
+            paragraph.replace_self(figure)
+
+
+def fold_commands(app: Sphinx, doctree: nodes.document) -> None:
+    """On the page of results, fold the end of a paragraph from a command on."""
+    if app.env.docname != "results":
+        return
+    for literal in list(doctree.findall(nodes.literal)):
+        if literal.astext().startswith("python tests/"):
+            paragraph = literal.parent
+            start = paragraph.index(literal)
+            command = nodes.paragraph("", "", *paragraph[start:])
+            opening = nodes.raw("", "<details><summary>Command</summary>", format="html")
+            paragraph.replace_self(
+                [
+                    *([nodes.paragraph("", "", *paragraph[:start])] if start else []),
+                    *(opening, command, nodes.raw("", "</details>", format="html")),
+                ]
+            )
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect both to the reading of pages."""
+    app.connect("doctree-read", add_captions)
+    app.connect("doctree-read", fold_commands)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
