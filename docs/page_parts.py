@@ -23,14 +23,14 @@ def fold_commands(app: Sphinx, doctree: nodes.document) -> None:
         if literal.astext().startswith("python tests/"):
             paragraph = literal.parent
             start = paragraph.index(literal)
-            command = nodes.paragraph("", "", *paragraph[start:])
-            opening = nodes.raw("", "<details><summary>Command</summary>", format="html")
-            paragraph.replace_self(
-                [
-                    *([nodes.paragraph("", "", *paragraph[:start])] if start else []),
-                    *(opening, command, nodes.raw("", "</details>", format="html")),
-                ]
-            )
+            parts = [
+                nodes.raw("", "<details><summary>Command</summary>", format="html"),
+                nodes.paragraph("", "", *paragraph[start:]),
+                nodes.raw("", "</details>", format="html"),
+            ]
+            if start:
+                parts.insert(0, nodes.paragraph("", "", *paragraph[:start]))
+            paragraph.replace_self(parts)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
