@@ -87,7 +87,7 @@ def measure_gradient(
         *args: the model's arguments; every draw has the same batch, so its noise is not measured.
         name: name of the report.
         draws: number of draws, at least 2.
-        exact: whether to compare with :func:`exact_gradient`, for few gates.
+        exact: whether to compare with :func:`exact_gradient`, for at most 15 Bernoulli gates or three with a density.
 
     Returns:
         The statistics of the draws.

@@ -86,7 +86,21 @@ def _narrower(x: Stretch, y: Stretch) -> Stretch:
 
 
 class QuadratureGate(GateDistribution):
-    """A gate whose mean, variance and entropy are quadratures of its cdf and its density."""
+    """A gate whose mean, variance and entropy are quadratures of its cdf and its density.
+
+    A family of your own writes two methods besides those of :class:`~pyro_l0.distributions.gate.GateDistribution`:
+
+    - ``_integrals(nodes)``: E[z] and E[1 - z], the integrals of P(Z > z) and of the cdf over (0, 1), shape
+      ``batch_shape``. Nodes lie on a last dimension, which ``_with_node_dim()`` gives the gate as well: ``nodes.z`` are
+      values of z, and ``nodes.weight * nodes.slope`` stands for dz.
+    - ``_panel_edges(dtype)``: values of z where the density is narrow, shape ``batch_shape + (k,)``. If it falls from
+      its top by a factor of e with every step, they are ``quadrature.around(top, step, dtype)``. Without this method
+      integrals of sharp gates are less accurate.
+
+    ``as_parameters(shared, **full)`` brings parameters to one type and shape; those that are shared by all gates may
+    stay numbers. Logs and their gradients must be finite also for locations far outside of [0, 1], so write them with
+    ``logsigmoid`` and ``expm1``, not as the log of a difference.
+    """
 
     @abstractmethod
     def _integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:

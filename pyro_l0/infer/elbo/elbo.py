@@ -82,8 +82,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     ``"spike_slab"``    :math:`-E \log p(D) + \sum KL(q(z) \| p(z)) + \sum P(z \neq 0)\, KL(w)`     Eq. 20
     ==================  ==========================================================================  ===========
 
-    Use it as ``SVI(model, guide, optim, loss=elbo)``, or with a torch optimiser as ``elbo(model, guide)``, a module
-    whose ``forward`` returns the loss, a tensor of shape ``()``.
+    Use it as ``SVI(model, guide, optim, loss=elbo)``, or with a torch optimiser: ``module = elbo(model, guide)``,
+    whose ``module(*args)`` is the loss, a tensor of shape ``()``.
 
     The KL of a gate is analytic: with a density, sampling it would bias the gradient, whatever the number of
     particles. Only ``estimator="leave_one_out"`` samples the KL of binary gates, in the log ratio at the draws, which
