@@ -44,12 +44,12 @@ def add_link(app: Sphinx, doctree: nodes.document, name: str) -> None:
 def add_pictures(app: Sphinx, doctree: nodes.document, name: str) -> None:
     """Put the last picture of each tutorial on its card in their list."""
     if app.builder.format == "html" and name == f"{_FOLDER}index":
-        for card in doctree.findall(nodes.container):
+        for card in list(doctree.findall(nodes.container)):
             if card.get("design_component") == "card":
                 link = next(card.findall(nodes.reference))
                 tutorial = app.env.get_doctree(_FOLDER + link["refuri"].removesuffix(".html"))
-                *_, picture = tutorial.findall(nodes.image)
-                card.insert(0, nodes.image(**picture.attributes | {"classes": ["sd-card-img-top"]}))
+                for picture in list(tutorial.findall(nodes.image))[-1:]:  # none if its cells are not run
+                    card.insert(0, nodes.image(**picture.attributes | {"classes": ["sd-card-img-top"]}))
 
 
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
