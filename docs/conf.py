@@ -15,7 +15,7 @@ from sphinx.util import logging
 sys.path.insert(0, str(Path(__file__).parent))
 
 from inventories import write_inventories
-from run_code import missing, pages
+from run_code import BLOCK, missing, pages
 
 from pyro_l0 import __version__
 
@@ -89,9 +89,9 @@ nb_execution_timeout = 300
 nb_execution_excludepatterns = []
 suppress_warnings = ["myst-nb.lexer"]  # only a kernel says in which language the cells of a page are
 for _page in pages():
-    _text = _page.read_text(encoding="utf-8")
-    if "{code-cell}" in _text and (_libraries := missing(_text)):
-        nb_execution_excludepatterns.append(_page.name)
+    _cells = [block["code"] for block in BLOCK.finditer(_page.read_text(encoding="utf-8")) if block["kind"] != "python"]
+    if _libraries := missing("".join(_cells)):
+        nb_execution_excludepatterns.append(_page.relative_to(Path(__file__).parent).as_posix())
         logging.getLogger(__name__).info("%s: its cells are not run, they need %s", _page, " and ".join(_libraries))
 nb_merge_streams = True
 # Pages run side by side: with a thread for every core each, small programs take up to twenty times as long.

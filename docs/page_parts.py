@@ -16,21 +16,20 @@ def add_captions(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def fold_commands(app: Sphinx, doctree: nodes.document) -> None:
-    """On the page of results, fold the end of a paragraph from a command on."""
+    """On the page of results, fold blocks of commands, and the end of a paragraph from a command on."""
     if app.env.docname != "results":
         return
-    for literal in list(doctree.findall(nodes.literal)):
-        if literal.astext().startswith("python tests/"):
-            paragraph = literal.parent
-            start = paragraph.index(literal)
-            parts = [
-                nodes.raw("", "<details><summary>Command</summary>", format="html"),
-                nodes.paragraph("", "", *paragraph[start:]),
-                nodes.raw("", "</details>", format="html"),
-            ]
-            if start:
-                parts.insert(0, nodes.paragraph("", "", *paragraph[:start]))
-            paragraph.replace_self(parts)
+    for command in [*doctree.findall(nodes.literal_block), *doctree.findall(nodes.literal)]:
+        if not command.astext().startswith("python tests/"):
+            continue
+        block, paragraph = command, command.parent
+        if isinstance(command, nodes.literal):
+            start = paragraph.index(command)
+            block = nodes.paragraph("", "", *paragraph[start:])
+            del paragraph[start:]
+            paragraph.replace_self([paragraph, block] if start else block)
+        opening = nodes.raw("", "<details><summary>Command</summary>", format="html")
+        block.replace_self([opening, block, nodes.raw("", "</details>", format="html")])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

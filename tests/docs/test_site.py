@@ -163,7 +163,10 @@ def test_the_list_of_tutorials_shows_their_pictures(browser):
 
 def test_pictures_have_captions_and_commands_fold_away(browser):
     browser.open(SITE / "results.html", 1400)
-    code = "[...document.querySelectorAll('article code')].filter(part => part.textContent.startsWith('python tests/'))"
+    code = (
+        "[...document.querySelectorAll('article code, article pre')]"
+        ".filter(part => part.textContent.startsWith('python tests/'))"
+    )
     assert browser.ask(f"{code}.length") > 5
     assert browser.ask(f"{code}.filter(part => !part.closest('details')).length") == 0
     assert "published points" in browser.ask("document.querySelector('figure:has(img) figcaption').innerText")
