@@ -96,7 +96,7 @@ def prune(
         TypeError: an argument or the loss has the wrong type.
         FileExistsError: the checkpoint exists, and the training does not resume.
         FileNotFoundError: the checkpoint's folder does not exist.
-        FloatingPointError: the training diverged; the checkpoint of the epoch before stays.
+        FloatingPointError: the training diverged; the last checkpoint stays.
 
     Warns:
         UserWarning: what may have gone better, as in the report's notes, except on a large unit or on sites at their

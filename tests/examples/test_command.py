@@ -141,7 +141,7 @@ def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
     _, err = process.communicate(timeout=30)
     done = len(torch.load(path, weights_only=True)["state"]["history"])
     assert process.returncode == 130
-    said = "holds all finished epochs, and the same command with --resume goes on from there"
+    said = "holds all but the last moments, and the same command with --resume goes on from there"
     assert err == f"mnist.py: ended by SIGINT; {path} {said}\n"
     resumed = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=out, resume=True))
     straight = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=tmp_path / "straight"))

@@ -53,7 +53,7 @@ def test_histograms_of_gates(family, beta):
     """Those of 4,000 draws, within five standard errors; a unit that has left counts as closed."""
     run = mnist.Run(load_digits(), Options(family=family, beta=beta, lam=(0.05,)))
     run.units[0] += 16
-    shares = run.measure()["gate_shares"]
+    shares = run.gate_shares()
     for (site, gate), units in zip(run.guide.posterior().items(), run.units, strict=True):
         draws = gate.sample((4000,))
         counts = torch.histc(draws, 20, 0.0, 1.0)
