@@ -24,7 +24,7 @@ def slow_save(self, state):
     save(self, state)
     if len(state["history"]) == int(sys.argv[3]):
         Path(sys.argv[2], "now").touch()
-        time.sleep(60)
+        time.sleep(3600)
 Checkpoint.save = slow_save
 """
 
@@ -39,8 +39,7 @@ def run_and_kill(statement, out, after):
         env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(root)},
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
-    while not (out / "now").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (out / "now").exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
