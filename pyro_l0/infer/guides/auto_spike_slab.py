@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
+    check_held,
     correlated_posterior,
     model_runs,
     structure_of,
@@ -215,10 +217,17 @@ class AutoSpikeSlab(AutoGate, JointDraws):
                 other slabs than in the guide's first call, or a slab's prior has a mean other than 0.
         """
         self._check_model()
-        return self.collapse(self.model, args, kwargs, chains)
+        drawn = self.draws(chains) if chains > 1 else None
+        return next(self.expansions(self.model, args, kwargs, drawn))[0]
 
-    def collapse(self, model: Callable[..., object], args: Args, kwargs: Kwargs, chains: int = 1) -> Collapsed:
-        """As :meth:`collapsed`, for another model."""
+    def expansions(
+        self, model: Callable[..., object], args: Args, kwargs: Kwargs, drawn: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[Collapsed, LogLikelihood]]:
+        """A model as :meth:`collapsed` has it, with the other latents at each of some draws, and then at their mean.
+
+        Each comes with the log likelihood of its first chain: coefficients of shape ``(S, p)`` to ``(S,)``. Without
+        draws there is the second alone.
+        """
         probs = self.active_probs(1)
         joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
@@ -236,24 +245,20 @@ class AutoSpikeSlab(AutoGate, JointDraws):
                 "its sites; name them in hyper."
             )
         at = joint.hyper_start.unsqueeze(0)  # not where a mean field starts, at the prior's mean: it may be untrained
-        if joint.hyper.size and (chains > 1 or self._structure is not None):
-            at = joint.hyper.together(self.draws(chains if chains > 1 else 1000))
-            at = at if chains > 1 else at.mean(0, keepdim=True)
-        return collapse(joint, run_at, at)
+        rows = [at]
+        if joint.hyper.size and (drawn is not None or self._structure is not None):
+            hyper = joint.hyper.together(self.draws(1000) if drawn is None else drawn)
+            mean = hyper.mean(0, keepdim=True)
+            rows = [mean] if drawn is None else [hyper, mean]
+        latent = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+        latent |= {name: torch.ones_like(latent[name]) for name in joint.gates.shapes}
 
-    def collapsed_at_means(
-        self, model: Callable[..., object], args: Args, kwargs: Kwargs
-    ) -> tuple[Collapsed, LogLikelihood]:
-        """As :meth:`collapse` for one chain, with the log likelihood: coefficients of shape ``(S, p)`` to ``(S,)``."""
-        collapsed = self.collapse(model, args, kwargs)
-        sites, run_at = model_runs(model, args, kwargs)
-        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-        values |= {**collapsed.others, **{name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}}
+        def log_likelihood_at(collapsed: Collapsed, slabs: Tensor) -> Tensor:
+            return log_likelihood(run_at({**latent, **collapsed.others, **joint.slabs.apart(slabs + collapsed.offset)}))
 
-        def log_likelihood_at(slabs: Tensor) -> Tensor:
-            return log_likelihood(run_at({**values, **collapsed.slabs.apart(slabs + collapsed.offset)}))
-
-        return collapsed, each(log_likelihood_at)
+        for row in rows:
+            collapsed = collapse(joint, run_at, row)
+            yield collapsed, each(partial(log_likelihood_at, collapsed))
 
     def refine(
         self,
@@ -293,7 +298,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         if self.prototype_trace is None:
             self(*args, **kwargs)
         self._check_model()
-        collapsed, log_likelihood = self.collapsed_at_means(self.model, args, kwargs)
+        collapsed, log_likelihood = next(self.expansions(self.model, args, kwargs))
+        check_held(collapsed.others, *model_runs(self.model, args, kwargs))
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         found = refined(collapsed, log_likelihood, method, generator, chains, flips)

@@ -17,7 +17,7 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost
+from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost, inside_events
 from pyro_l0.infer.guides.expansion import (
     IndependentSlabs,
     OpenModel,
@@ -35,10 +35,11 @@ from pyro_l0.infer.guides.mean_field import (
     middle,
     transform_to_support,
 )
-from pyro_l0.infer.record import Record, Site, is_deterministic
-from pyro_l0.infer.runs import Args, Kwargs, log_prob, sample_sites
+from pyro_l0.infer.record import Record, Site, is_deterministic, is_likelihood
+from pyro_l0.infer.runs import Args, Kwargs, log_prob, sample_sites, seeded
 from pyro_l0.infer.slabs import Conditional, GateSite, JointSample, alignment_of, check_whole, gate_site
 
+_ROUNDING = 1e-3  # of derivatives in float32, relative
 _START = 0.2  # standard deviation of the other latents on the real line
 
 
@@ -300,7 +301,9 @@ def correlated_posterior(
     latent = [name for name, site in sites.items() if not site["is_observed"]]
     others = [name for name in latent if name not in (*gate_names, *slab_names)]
     if hyper_names is None:
-        slab_names += [name for name in others if _is_effect(name, sites, run_at)]
+        for name in others:
+            if _is_effect(name, sites, run_at) and _adds(name, slab_names, gate_names, sites, run_at):
+                slab_names.append(name)
         hyper_names = [name for name in others if name not in slab_names]
     for name in (*gate_names, *slab_names, *hyper_names):  # whose posterior would depend on sites that are not drawn
         check_whole(f"site {name!r}", sites[name], f"; {MEAN_FIELD}")
@@ -340,12 +343,60 @@ def _gates_of_slabs(model: OpenModel, start: Tensor, sites: Mapping[str, Site], 
 
 def _is_effect(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
     """Whether a latent is like a slab without a gate: normal, and no other latent's prior depends on it."""
-    if not isinstance(innermost(sites[name]["fn"]), Normal):
-        return False
+    return isinstance(innermost(sites[name]["fn"]), Normal) and is_leaf(name, sites, run_at)
+
+
+def is_leaf(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
+    """Whether no other latent's prior depends on a latent on the real line."""
     latent = {key: site["value"] for key, site in sites.items() if not site["is_observed"]}
     moved = run_at({**latent, name: latent[name] + 1})
     others = [key for key in latent if key != name]
     return all(key in moved and torch.equal(log_prob(moved[key]), log_prob(sites[key])) for key in others)
+
+
+def check_held(held: Mapping[str, Tensor], sites: Mapping[str, Site], run_at: RunAt) -> None:
+    """Refuse to hold many real numbers fixed on which observations depend: their uncertainty does not fade with data."""
+    for name, value in held.items():
+        is_real = transform_to_support(name, sites[name]["fn"], is_slab=False) is None
+        if value.numel() > 1 and is_real and is_leaf(name, sites, run_at):
+            raise ValueError(
+                f"Expected normal latents that are added to the products of gates and slabs, as refine holds others "
+                f"fixed, but got site {name!r} with {value.numel()} entries. Use fit with gates='autoregressive' and "
+                "slabs='structured', or sample_posterior."
+            )
+
+
+@torch.enable_grad()
+def _adds(name: str, beside: Sequence[str], gates: Sequence[str], sites: Mapping[str, Site], run_at: RunAt) -> bool:
+    r"""Whether observations depend on a latent u and on slabs beside it through a sum, as in :math:`X \beta + u`.
+
+    A product, such as that of factors and loadings, has no Gaussian. With a sum, the slopes of an observation's log
+    probability along the slabs and along u are in one ratio everywhere. This is tried at three points on a line; where
+    an observation has several numbers, the log likelihood may be quadratic instead.
+    """
+    latent = {key: site["value"].detach() for key, site in sites.items() if not site["is_observed"]}
+    latent |= {key: torch.ones_like(latent[key]) for key in gates}
+    names = (*beside, name)
+    with seeded(0):
+        first, move, along = ({key: 0.5 * sites[key]["fn"].sample().detach() for key in names} for _ in range(3))
+    slopes = []  # along the slabs and along u
+    for step in range(3):
+        at = {key: (first[key] + step * move[key]).requires_grad_() for key in names}
+        run = run_at({**latent, **at}).values()
+        each = [inside_events(x["fn"]).log_prob(x["value"]).reshape(-1) for x in run if is_likelihood(x)]
+        log_probs = torch.cat(each)
+        unit = torch.zeros_like(log_probs, requires_grad=True)
+        options = {"allow_unused": True, "materialize_grads": True}
+        rows = torch.autograd.grad(log_probs, list(at.values()), unit, create_graph=True, **options)
+        parts = [(row * along[key]).sum() for key, row in zip(names, rows, strict=True)]
+        slopes.append([torch.autograd.grad(x, unit, retain_graph=True, **options)[0] for x in (sum(parts[:-1]), parts[-1])])
+    (s, t), (s1, t1), (s2, t2) = slopes
+    ratio = _is_small(s * t1 - s1 * t, (s * t1).abs() + (s1 * t).abs())
+    return ratio or all(_is_small(x.sum() - 2 * y.sum() + z.sum(), x.abs().sum()) for x, y, z in ((s, s1, s2), (t, t1, t2)))
+
+
+def _is_small(x: Tensor, beside: Tensor) -> bool:
+    return bool((x.nan_to_num().abs() <= _ROUNDING * (beside + _ROUNDING * beside.nan_to_num().max())).all())
 
 
 def _held(hyper: Layout, start: Tensor, run: Callable[[Tensor], dict[str, Site]]) -> Tensor:

@@ -190,8 +190,12 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
 
     The other latents start at ``hyper`` on the real line, and those of ``held`` stay there.
     """
-    slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device)
+    slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device, requires_grad=True)
     loc, scale = (x.detach() for x in model.slab_prior(hyper))
+    (slope,) = torch.autograd.grad(model.log_likelihood(slabs, hyper), slabs)
+    # Between a mode and its mirror image there is no slope: start beside it.
+    aside = scale * (torch.arange(len(scale)).to(scale) / len(scale) + 0.5)
+    slabs = torch.where((slope * scale).abs() > _LEAST_CURVATURE, 0.0, aside)
     for _ in range(_ROUNDS if len(hyper) else 1):
         slabs, curvature = _mode(model, slabs, hyper, loc, scale)
         if len(hyper):

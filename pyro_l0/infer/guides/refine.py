@@ -253,12 +253,10 @@ def refined(
 
 
 def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:
-    """Whether a log likelihood is its own expansion, at random coefficients of the size that the prior has."""
-    quadratic = collapsed.quadratic
-    beta = torch.randn(_POINTS, len(quadratic.linear)).to(quadratic.linear) * collapsed.scale
-    index = torch.arange(len(quadratic.linear), device=beta.device)
-    rows = quadratic.rows(index[None]).squeeze(0)
-    own = beta @ quadratic.linear - 0.5 * ((beta @ rows) * beta).sum(1)
+    """Whether a log likelihood is the first chain's expansion, at random coefficients of the size that the prior has."""
+    like = collapsed.quadratic.linear
+    beta = torch.randn(_POINTS, len(like)).to(like) * collapsed.scale.reshape(-1, len(like))[0]
+    own = collapsed.log_likelihood(beta)
     difference = log_likelihood(beta) - own
     change = difference - difference.mean()
     return bool((change.abs() <= _CLOSE * (1 + (own - own.mean()).abs())).all())

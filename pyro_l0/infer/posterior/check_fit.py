@@ -184,11 +184,12 @@ def check_fit(
     expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
     expect_count(1, chains=chains, flips=flips, draws=draws)
     with seeded(seed):
-        collapsed, log_likelihood = guide.collapsed_at_means(model, args, kwargs)
-        quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
-        if quadratic:
-            collapsed = guide.collapse(model, args, kwargs, chains)
         drawn, probs = guide.draws(chains), guide.active_probs()
+        expansions = guide.expansions(model, args, kwargs, drawn)
+        collapsed, log_likelihood = next(expansions)
+        quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
+        if not quadratic:
+            collapsed, log_likelihood = next(expansions, (collapsed, log_likelihood))
         start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
         running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
         run = tempered_gibbs(
