@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
@@ -20,8 +22,8 @@ from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
-    check_held,
     correlated_posterior,
+    local_latents,
     model_runs,
     structure_of,
 )
@@ -36,13 +38,15 @@ from pyro_l0.infer.guides.mean_field import (
     plates_and_shape,
 )
 from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
-from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.guides.summaries import JointDraws, Summary
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import Args, Kwargs, each
 from pyro_l0.infer.slabs import GateSite, JointSample, alignment_of, check_used, gate_site, slab_to_gate
 from pyro_l0.maths.second_order import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
+
+_WIDER = 1.0  # over the square root of the number of latents
 
 
 class AutoSpikeSlab(AutoGate, JointDraws):
@@ -135,6 +139,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self._hyper = None if hyper is None else tuple(hyper)
         self._others: list[str] = []  # sites of this guide that are neither gates nor slabs
         self._pending: dict[str, Tensor] = {}
+        self._checks: tuple[dict[str, Tensor], list[Tensor]] = {}, []
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
@@ -299,7 +304,12 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             self(*args, **kwargs)
         self._check_model()
         collapsed, log_likelihood = next(self.expansions(self.model, args, kwargs))
-        check_held(collapsed.others, *model_runs(self.model, args, kwargs))
+        if local := local_latents(collapsed.others, *model_runs(self.model, args, kwargs)):
+            raise ValueError(
+                f"Expected normal latents that are added to the products of gates and slabs, as refine holds others "
+                f"fixed, but got site {local[0]!r} of many entries. Use fit with gates='autoregressive' and "
+                "slabs='structured', or sample_posterior."
+            )
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         found = refined(collapsed, log_likelihood, method, generator, chains, flips)
@@ -311,6 +321,54 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             for name in [name for name in state_dict if name.startswith(start)]:
                 self._pending[name.removeprefix(start)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether gates depend on those before them, and slabs on one another."""
+        return self._structure is not None and self._structure.coupled and self._structure.structured
+
+    @contextmanager
+    def widened(self) -> Iterator[int]:
+        """Draw the d latents that are neither gates nor slabs, d being given, from normals somewhat wider.
+
+        Of importance weights that use the draws, a third or more count where the guide is right.
+        """
+        if self._joint is None:
+            latents = self._of_kind(IndependentLatents)
+            scales, couplings = (
+                [latents[name].parameters["log_scale"] for name in latents.keys() - self.slab.keys()],
+                [],
+            )
+        else:
+            hyper = self._joint.hyper_posterior
+            scales, couplings = [hyper.log_scale], [hyper.coupling]
+        size = sum(x.numel() for x in scales)
+        factor, before = 1 + _WIDER / math.sqrt(max(size, 1)), [x.detach().clone() for x in (*scales, *couplings)]
+        with torch.no_grad():
+            for x in scales:
+                x.add_(math.log(factor))
+            for x in couplings:
+                x.mul_(factor)
+            try:
+                yield size
+            finally:
+                for x, old in zip((*scales, *couplings), before, strict=True):
+                    x.copy_(old)
+
+    def mark(self, checks: Mapping[str, Tensor]) -> None:
+        """Let summaries say what a check found, 0 to 2 as in a ``SiteCheck``, until a parameter moves."""
+        self._checks = dict(checks), [x.detach().clone() for x in self.parameters()]
+
+    def summary(self, draws: int | None = None) -> Summary:
+        """As of other posteriors, and in a column ``check`` what :func:`~pyro_l0.infer.check_fit` found."""
+        found = super().summary(draws)
+        checks, at = self._checks
+        is_now = all(map(torch.equal, at, self.parameters()))
+        for name, site in found.items():
+            check = checks[name] if name in checks and is_now else torch.ones_like(site.mean, dtype=torch.long)
+            gate = self._active(name, site.mean[None], checks) if name in checks and is_now else None
+            found[name] = site._replace(check=check if gate is None else torch.maximum(check, gate))
+        return found
 
     def draw_together(self, number: int) -> dict[str, JointSample] | None:
         """Joint samples by site, for a loss that takes many particles at once; None in subsampled plates."""

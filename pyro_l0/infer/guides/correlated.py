@@ -354,16 +354,11 @@ def is_leaf(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
     return all(key in moved and torch.equal(log_prob(moved[key]), log_prob(sites[key])) for key in others)
 
 
-def check_held(held: Mapping[str, Tensor], sites: Mapping[str, Site], run_at: RunAt) -> None:
-    """Refuse to hold many real numbers fixed on which observations depend: their uncertainty does not fade with data."""
-    for name, value in held.items():
-        is_real = transform_to_support(name, sites[name]["fn"], is_slab=False) is None
-        if value.numel() > 1 and is_real and is_leaf(name, sites, run_at):
-            raise ValueError(
-                f"Expected normal latents that are added to the products of gates and slabs, as refine holds others "
-                f"fixed, but got site {name!r} with {value.numel()} entries. Use fit with gates='autoregressive' and "
-                "slabs='structured', or sample_posterior."
-            )
+def local_latents(held: Mapping[str, Tensor], sites: Mapping[str, Site], run_at: RunAt) -> list[str]:
+    """Those of many real numbers on which observations depend: their uncertainty does not fade with more data."""
+    many = [name for name, value in held.items() if value.numel() > 1]
+    real = [name for name in many if transform_to_support(name, sites[name]["fn"], is_slab=False) is None]
+    return [name for name in real if is_leaf(name, sites, run_at)]
 
 
 @torch.enable_grad()
@@ -385,14 +380,17 @@ def _adds(name: str, beside: Sequence[str], gates: Sequence[str], sites: Mapping
         run = run_at({**latent, **at}).values()
         each = [inside_events(x["fn"]).log_prob(x["value"]).reshape(-1) for x in run if is_likelihood(x)]
         log_probs = torch.cat(each)
-        unit = torch.zeros_like(log_probs, requires_grad=True)
-        options = {"allow_unused": True, "materialize_grads": True}
-        rows = torch.autograd.grad(log_probs, list(at.values()), unit, create_graph=True, **options)
+        unit = torch.zeros_like(log_probs, requires_grad=True)  # for derivatives along a line by two backward passes
+        rows = torch.autograd.grad(log_probs, list(at.values()), unit, create_graph=True, materialize_grads=True)
         parts = [(row * along[key]).sum() for key, row in zip(names, rows, strict=True)]
-        slopes.append([torch.autograd.grad(x, unit, retain_graph=True, **options)[0] for x in (sum(parts[:-1]), parts[-1])])
-    (s, t), (s1, t1), (s2, t2) = slopes
+        slopes += [
+            torch.autograd.grad(part, unit, retain_graph=True, materialize_grads=True)[0]
+            for part in (torch.stack(parts[:-1]).sum(), parts[-1])
+        ]
+    s, t, s1, t1, s2, t2 = slopes
     ratio = _is_small(s * t1 - s1 * t, (s * t1).abs() + (s1 * t).abs())
-    return ratio or all(_is_small(x.sum() - 2 * y.sum() + z.sum(), x.abs().sum()) for x, y, z in ((s, s1, s2), (t, t1, t2)))
+    lines = (s, s1, s2), (t, t1, t2)
+    return ratio or all(_is_small(x.sum() - 2 * y.sum() + z.sum(), x.abs().sum()) for x, y, z in lines)
 
 
 def _is_small(x: Tensor, beside: Tensor) -> bool:

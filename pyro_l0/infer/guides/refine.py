@@ -81,7 +81,7 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
     shift = hyper - joint.hyper_start
     curvature, linear = slabs.quadratic()
     loc = slabs.prior_loc(shift)
-    linear = linear + shift @ slabs.shifts.mT - loc @ curvature
+    linear = slabs.moved(linear, shift) - loc @ curvature
     factor = slabs.likelihood_factor(shift)
     scale = slabs.prior_scale(shift)
     if len(hyper) == 1:
@@ -253,7 +253,7 @@ def refined(
 
 
 def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:
-    """Whether a log likelihood is the first chain's expansion, at random coefficients of the size that the prior has."""
+    """Whether a log likelihood is the first chain's expansion, at random coefficients from the prior."""
     like = collapsed.quadratic.linear
     beta = torch.randn(_POINTS, len(like)).to(like) * collapsed.scale.reshape(-1, len(like))[0]
     own = collapsed.log_likelihood(beta)
