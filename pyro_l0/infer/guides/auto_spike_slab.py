@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
+from pyro.poutine import Trace
 from torch import Tensor
 from torch.distributions.utils import clamp_probs
 
@@ -20,6 +22,7 @@ from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
     correlated_posterior,
+    latent_values,
     model_runs,
     structure_of,
 )
@@ -31,10 +34,12 @@ from pyro_l0.infer.guides.mean_field import (
     SitePosterior,
     Slab,
     first_latents,
+    in_full,
     plates_and_shape,
 )
 from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
 from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.log_density import check_target
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import Args, Kwargs, each
 from pyro_l0.infer.slabs import GateSite, JointSample, alignment_of, check_used, gate_site, slab_to_gate
@@ -110,6 +115,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         the repository.
     """
 
+    _as_in_model = False  # it is the posterior of the model's log joint, which has them
+
     def __init__(
         self,
         model: Callable[..., object],
@@ -133,11 +140,22 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self._hyper = None if hyper is None else tuple(hyper)
         self._others: list[str] = []  # sites of this guide that are neither gates nor slabs
         self._pending: dict[str, Tensor] = {}
+        self._fixed: dict[str, Tensor] = {}  # values of gates that are observed
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
     def _takes(self, name: str) -> bool:
         return name in self.slab or (super()._takes(name) if self._hyper is None else name in self._hyper)
+
+    def _prototype_hide_fn(self, msg: Site) -> bool:
+        is_gate = msg["type"] == "sample" and find_gate(msg["fn"]) is not None and msg["is_observed"]
+        return not is_gate and super()._prototype_hide_fn(msg)
+
+    def _run_prototype(self, args: Args, kwargs: Kwargs) -> tuple[Trace, bool]:
+        found = super()._run_prototype(args, kwargs)
+        gates = set(map(gate_site, self.slab.values()))
+        self._fixed = {x: site["value"] for x, site in found[0].nodes.items() if x in gates and site["is_observed"]}
+        return found
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         super()._check_sites(sites)
@@ -146,6 +164,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             self.family = BernoulliGate  # any other posterior would have an infinite KL
         for slab, gate in self.slab.items():
             for name, is_gate in ((slab, False), (gate_site(gate), True)):
+                if name in self._fixed:
+                    continue
                 if name not in sites or (find_gate(sites[name]["fn"]) is not None) != is_gate:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
@@ -165,7 +185,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
         assert prototype is not None
         nodes: dict[str, Site] = prototype.nodes
-        self._alignments = {name: alignment_of(name, gate, nodes) for name, gate in self.slab.items()}
+        whole = {name: in_full(nodes[name]) for pair in self.slab.items() for name in (pair[0], gate_site(pair[1]))}
+        self._alignments = {name: alignment_of(name, gate, whole) for name, gate in self.slab.items()}
         check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
@@ -173,7 +194,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self.prototype_trace = prototype
 
     def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
-        sites, run_at = model_runs(self.model, args, kwargs)
+        sites, run_at = model_runs(self.model, args, kwargs, self.slab)
         joint = correlated_posterior(sites, run_at, structure, self.slab, self._named())
         if self._pending:
             joint.load_state_dict(self._pending)
@@ -212,15 +233,17 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
         Raises:
             ValueError: the guide has not been called, its latent sites are not the model's, its gates switch
-                other slabs than in the guide's first call, or a slab's prior has a mean other than 0.
+                other slabs than in the first call, a slab's prior is not normal, or one that several gates switch has
+                a mean other than 0.
         """
         self._check_model()
-        return self.collapse(self.model, args, kwargs, chains)
+        found = self.collapsed_at_means(self.model, args, kwargs)[0]  # which compares it with the model
+        return found if chains == 1 else self.collapse(self.model, args, kwargs, chains)
 
     def collapse(self, model: Callable[..., object], args: Args, kwargs: Kwargs, chains: int = 1) -> Collapsed:
         """As :meth:`collapsed`, for another model."""
         probs = self.active_probs(1)
-        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
+        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs, self.slab)
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
             joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
         elif not joint.has_gates_of(sites, run_at, self.slab):
@@ -246,14 +269,23 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     ) -> tuple[Collapsed, LogLikelihood]:
         """As :meth:`collapse` for one chain, with the log likelihood: coefficients of shape ``(S, p)`` to ``(S,)``."""
         collapsed = self.collapse(model, args, kwargs)
-        sites, run_at = model_runs(model, args, kwargs)
-        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-        values |= {**collapsed.others, **{name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}}
+        sites, run_at = model_runs(model, args, kwargs, self.slab)
+        drawn = {**latent_values(sites), **collapsed.others}
+        values = {**drawn, **{name: torch.ones_like(drawn[name]) for name in collapsed.gates.shapes}}
 
         def log_likelihood_at(slabs: Tensor) -> Tensor:
-            return log_likelihood(run_at({**values, **collapsed.slabs.apart(slabs + collapsed.offset)}))
+            sites = run_at({**values, **collapsed.slabs.apart(slabs + collapsed.offset)})
+            return log_likelihood(sites) + slabs @ collapsed.tilt
 
-        return collapsed, each(log_likelihood_at)
+        log_likelihood_of = each(log_likelihood_at)
+        check_target(
+            partial(model, *args, **kwargs),
+            collapsed.points(drawn),
+            partial(collapsed.log_joint, log_likelihood_of),
+            "AutoSpikeSlab with its slabs integrated out",
+            "Make a new guide for other arguments, or use sample_posterior.",
+        )
+        return collapsed, log_likelihood_of
 
     def refine(
         self,
@@ -297,7 +329,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         found = refined(collapsed, log_likelihood, method, generator, chains, flips)
-        return RefinedPosterior(*found, self.slab, self._alignments)
+        return RefinedPosterior(*found, self.slab, self._alignments, self._fixed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
         if self._structure is not None and self.prototype_trace is None:
