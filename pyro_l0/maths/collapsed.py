@@ -99,11 +99,6 @@ class CollapsedQuadratic:
         precision, linear = map(torch.cat, zip(*parts, strict=True))
         return _log_integral(precision, linear), linear / precision * self._scale, self._scale.square() / precision
 
-    def log_likelihood(self, beta: Tensor) -> Tensor:
-        """The first chain's quadratic log likelihood of coefficients, shape ``(S, p)`` to ``(S,)``."""
-        rows = self.quadratic.rows(torch.arange(beta.shape[1], device=beta.device)[None]).squeeze(0)
-        return self._root[0].square() * (beta @ self._linear[0] - 0.5 * ((beta @ rows) * beta).sum(1))
-
     def log_evidence(self, z: Tensor) -> Tensor:
         """Log of the integral over the slabs, shape ``(S,)``; 0 where no gate is open."""
         on = self.on(z)

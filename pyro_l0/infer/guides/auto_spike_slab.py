@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
+from pyro.poutine import Trace
 from torch import Tensor
 from torch.distributions.utils import clamp_probs
 
@@ -23,11 +24,12 @@ from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
     correlated_posterior,
+    latent_values,
     local_latents,
     model_runs,
     structure_of,
 )
-from pyro_l0.infer.guides.expansion import StructuredSlabs, log_likelihood
+from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, log_likelihood
 from pyro_l0.infer.guides.mean_field import (
     GatesPosterior,
     IndependentLatents,
@@ -35,10 +37,12 @@ from pyro_l0.infer.guides.mean_field import (
     SitePosterior,
     Slab,
     first_latents,
+    in_full,
     plates_and_shape,
 )
 from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
 from pyro_l0.infer.guides.summaries import JointDraws, Summary
+from pyro_l0.infer.log_density import check_target
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import Args, Kwargs, each
 from pyro_l0.infer.slabs import GateSite, JointSample, alignment_of, check_used, gate_site, slab_to_gate
@@ -116,6 +120,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         the repository.
     """
 
+    _as_in_model = False  # it is the posterior of the model's log joint, which has them
+
     def __init__(
         self,
         model: Callable[..., object],
@@ -140,11 +146,22 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self._others: list[str] = []  # sites of this guide that are neither gates nor slabs
         self._pending: dict[str, Tensor] = {}
         self._checks: tuple[dict[str, Tensor], list[Tensor]] = {}, []
+        self._fixed: dict[str, Tensor] = {}  # values of gates that are observed
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
     def _takes(self, name: str) -> bool:
         return name in self.slab or (super()._takes(name) if self._hyper is None else name in self._hyper)
+
+    def _prototype_hide_fn(self, msg: Site) -> bool:
+        is_gate = msg["type"] == "sample" and find_gate(msg["fn"]) is not None and msg["is_observed"]
+        return not is_gate and super()._prototype_hide_fn(msg)
+
+    def _run_prototype(self, args: Args, kwargs: Kwargs) -> tuple[Trace, bool]:
+        found = super()._run_prototype(args, kwargs)
+        gates = set(map(gate_site, self.slab.values()))
+        self._fixed = {x: site["value"] for x, site in found[0].nodes.items() if x in gates and site["is_observed"]}
+        return found
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         super()._check_sites(sites)
@@ -153,6 +170,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             self.family = BernoulliGate  # any other posterior would have an infinite KL
         for slab, gate in self.slab.items():
             for name, is_gate in ((slab, False), (gate_site(gate), True)):
+                if name in self._fixed:
+                    continue
                 if name not in sites or (find_gate(sites[name]["fn"]) is not None) != is_gate:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
@@ -172,7 +191,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
         assert prototype is not None
         nodes: dict[str, Site] = prototype.nodes
-        self._alignments = {name: alignment_of(name, gate, nodes) for name, gate in self.slab.items()}
+        whole = {name: in_full(nodes[name]) for pair in self.slab.items() for name in (pair[0], gate_site(pair[1]))}
+        self._alignments = {name: alignment_of(name, gate, whole) for name, gate in self.slab.items()}
         check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
@@ -180,7 +200,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self.prototype_trace = prototype
 
     def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
-        sites, run_at = model_runs(self.model, args, kwargs)
+        sites, run_at = model_runs(self.model, args, kwargs, self.slab)
         joint = correlated_posterior(sites, run_at, structure, self.slab, self._named())
         if self._pending:
             joint.load_state_dict(self._pending)
@@ -219,22 +239,22 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
         Raises:
             ValueError: the guide has not been called, its latent sites are not the model's, its gates switch
-                other slabs than in the guide's first call, or a slab's prior has a mean other than 0.
+                other slabs than in the first call, a slab's prior is not normal, or one that several gates switch has
+                a mean other than 0.
         """
         self._check_model()
-        drawn = self.draws(chains) if chains > 1 else None
-        return next(self.expansions(self.model, args, kwargs, drawn))[0]
+        *_, (found, _) = self.expansions(self.model, args, kwargs, self.draws(chains) if chains > 1 else None)
+        return found
 
     def expansions(
         self, model: Callable[..., object], args: Args, kwargs: Kwargs, drawn: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[Collapsed, LogLikelihood]]:
-        """A model as :meth:`collapsed` has it, with the other latents at each of some draws, and then at their mean.
+        """A model as :meth:`collapsed` has it: with the other latents at their mean, the first of some draws, and all.
 
-        Each comes with the log likelihood of its first chain: coefficients of shape ``(S, p)`` to ``(S,)``. Without
-        draws there is the second alone.
+        Each comes with the log likelihood of its first chain: coefficients of shape ``(S, p)`` to ``(S,)``.
         """
         probs = self.active_probs(1)
-        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
+        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs, self.slab)
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
             joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
         elif not joint.has_gates_of(sites, run_at, self.slab):
@@ -249,21 +269,23 @@ class AutoSpikeSlab(AutoGate, JointDraws):
                 f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
                 "its sites; name them in hyper."
             )
-        at = joint.hyper_start.unsqueeze(0)  # not where a mean field starts, at the prior's mean: it may be untrained
-        rows = [at]
+        rows = [joint.hyper_start.unsqueeze(0)]  # not where a mean field starts: it may be untrained
         if joint.hyper.size and (drawn is not None or self._structure is not None):
             hyper = joint.hyper.together(self.draws(1000) if drawn is None else drawn)
-            mean = hyper.mean(0, keepdim=True)
-            rows = [mean] if drawn is None else [hyper, mean]
-        latent = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-        latent |= {name: torch.ones_like(latent[name]) for name in joint.gates.shapes}
-
-        def log_likelihood_at(collapsed: Collapsed, slabs: Tensor) -> Tensor:
-            return log_likelihood(run_at({**latent, **collapsed.others, **joint.slabs.apart(slabs + collapsed.offset)}))
-
-        for row in rows:
+            rows = [hyper.mean(0, keepdim=True)] + ([hyper[:1], hyper] if drawn is not None else [])
+        for i, row in enumerate(rows):
             collapsed = collapse(joint, run_at, row)
-            yield collapsed, each(partial(log_likelihood_at, collapsed))
+            values = {**latent_values(sites), **collapsed.others}
+            log_likelihood_of = each(partial(_log_likelihood_at, run_at, values, collapsed))
+            if not i:
+                check_target(
+                    partial(model, *args, **kwargs),
+                    collapsed.points(values),
+                    partial(collapsed.log_joint, log_likelihood_of),
+                    "AutoSpikeSlab with its slabs integrated out",
+                    "Make a new guide for other arguments, or use sample_posterior.",
+                )
+            yield collapsed, log_likelihood_of
 
     def refine(
         self,
@@ -304,7 +326,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             self(*args, **kwargs)
         self._check_model()
         collapsed, log_likelihood = next(self.expansions(self.model, args, kwargs))
-        if local := local_latents(collapsed.others, *model_runs(self.model, args, kwargs)):
+        if local := local_latents(collapsed.others, *model_runs(self.model, args, kwargs, self.slab)):
             raise ValueError(
                 f"Expected normal latents that are added to the products of gates and slabs, as refine holds others "
                 f"fixed, but got site {local[0]!r} of many entries. Use fit with gates='autoregressive' and "
@@ -313,7 +335,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         found = refined(collapsed, log_likelihood, method, generator, chains, flips)
-        return RefinedPosterior(*found, self.slab, self._alignments)
+        return RefinedPosterior(*found, self.slab, self._alignments, self._fixed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
         if self._structure is not None and self.prototype_trace is None:
@@ -442,3 +464,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         if self._structure is not None:
             return {**{name: x.median(0).values for name, x in self.draws(1000).items()}, **medians}
         return medians
+
+
+def _log_likelihood_at(run_at: RunAt, values: Mapping[str, Tensor], collapsed: Collapsed, slabs: Tensor) -> Tensor:
+    """The log likelihood at coefficients behind open gates, with the tilt of their priors."""
+    gates = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
+    sites = run_at({**values, **gates, **collapsed.slabs.apart(slabs + collapsed.offset)})
+    return log_likelihood(sites) + slabs @ collapsed.tilt

@@ -44,6 +44,11 @@ class SiteSummary(NamedTuple):
     ess: Tensor | None = None
     check: Tensor | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """The site's shape."""
+        return self.mean.shape
+
     def __str__(self) -> str:
         """A row for each entry."""
         return printed(Summary({"": self}).to_frame().reset_index(drop=True))
@@ -119,6 +124,7 @@ class JointDraws:
 
     slab: dict[str, GateSite]
     _alignments: Mapping[str, Alignment]  # of each slab site
+    _fixed: Mapping[str, Tensor]  # values of gate sites that are observed
 
     @abstractmethod
     def draws(self, n: int) -> dict[str, Tensor]:
@@ -168,7 +174,11 @@ class JointDraws:
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
-        return {name: draws[name] * self._alignments[name].of(draws[gate_site(x)], 1) for name, x in self.slab.items()}
+        gates = {
+            **{name: x.expand(len(next(iter(draws.values()))), *x.shape) for name, x in self._fixed.items()},
+            **draws,
+        }
+        return {name: draws[name] * self._alignments[name].of(gates[gate_site(x)], 1) for name, x in self.slab.items()}
 
     def _summarised(self, n: int | None) -> dict[str, Tensor]:
         """Draws of the coefficients, and of the latents that are neither gates nor slabs."""
@@ -183,6 +193,7 @@ class JointDraws:
         """P(z != 0) of each entry of a site, of which these are draws."""
         if name not in self.slab:
             return None
+        probs = {**{gate: (x != 0).to(x) for gate, x in self._fixed.items()}, **probs}
         return self._alignments[name].of(probs[gate_site(self.slab[name])]).expand(values.shape[1:])
 
 

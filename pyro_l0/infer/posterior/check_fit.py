@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import pyro
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
@@ -13,14 +15,16 @@ from torch import Tensor
 from pyro_l0.distributions.gate import inside_events
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.pairs import check_pair
+from pyro_l0.infer.elbo.terms import in_log_joint
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.correlated import local_latents, model_runs
 from pyro_l0.infer.guides.refine import is_quadratic
 from pyro_l0.infer.guides.summaries import VERDICTS, entry, printed
+from pyro_l0.infer.log_density import POINTS, Point, check_target
 from pyro_l0.infer.posterior.log_joint import MOST_GATES
-from pyro_l0.infer.record import Record, Site, is_drawn
+from pyro_l0.infer.record import Record, Site, draws_rows, is_drawn
 from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
-from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site, with_latent_gates
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
 
 __all__ = ["FitCheck", "SiteCheck", "check_fit"]
@@ -36,7 +40,8 @@ class Evidence(NamedTuple):
     Attributes:
         elbo: mean log ratio, a lower bound.
         standard_error: standard error of that mean.
-        importance_weighted: log of the mean ratio, a tighter bound that misses modes of which the guide has no draw.
+        importance_weighted: log of the mean ratio, a tighter bound that misses modes of which the guide has no draw. In
+            a subsampled plate ratios have noise, of whose mean the log is no bound: ``elbo`` again.
         effective: effective sample size of the weights as a fraction of the draws.
 
     Example:
@@ -50,13 +55,13 @@ class Evidence(NamedTuple):
     effective: float
 
     @classmethod
-    def of(cls, ratios: Tensor) -> Evidence:
+    def of(cls, ratios: Tensor, has_noise: bool = False) -> Evidence:
         """Estimate from log ratios at draws in nats, shape ``(n,)``."""
-        weights = torch.softmax(ratios, 0)
+        weights, mean = torch.softmax(ratios, 0), float(ratios.mean())
         return cls(
-            float(ratios.mean()),
+            mean,
             float(ratios.std()) / math.sqrt(len(ratios)),
-            float(torch.logsumexp(ratios, 0)) - math.log(len(ratios)),
+            mean if has_noise else float(torch.logsumexp(ratios, 0)) - math.log(len(ratios)),
             1 / float(weights.square().sum()) / len(ratios),
         )
 
@@ -84,10 +89,10 @@ def _weighed_draws(
         return record_run(guide, args, kwargs, 0)
 
     def evaluate(of_guide: Record) -> dict[str, Tensor]:
-        of_model = record_run(model, args, kwargs, 0, of_guide.sites)
-        kept = [name for name in of_guide.sites if name in of_model.sites] if keep else []
-        latent = {name: of_guide.sites[name]["value"] for name in kept}
-        return {_RATIO: _log_ratio(of_model.sites, of_guide.sites, guide.slab), **latent}
+        of_model = record_run(model, args, kwargs, 0, of_guide.sites).sites
+        latent = {name: site["value"] for name, site in of_guide.sites.items() if keep and name in of_model}
+        ratio = _log_ratio(in_log_joint(of_model, of_guide.sites, guide.slab), of_guide.sites, guide.slab)
+        return {_RATIO: ratio, **latent}
 
     at_once = can_be_mapped(evaluate, run_guide, guide) if mapped is None else mapped
 
@@ -100,7 +105,42 @@ def _weighed_draws(
     return draws, at_once
 
 
+@torch.no_grad()
+def check_model(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool) -> bool:
+    """Compare the log joint of which log ratios are made with the model's own at draws of a guide.
+
+    Returns:
+        Whether the log ratios have noise, as those of a model that draws rows of its data.
+    """
+    drawn = record_run(guide, args, kwargs, 0).sites
+    sites = record_run(model, args, kwargs, 0, drawn).sites
+    rows = {name: site for name, site in sites.items() if draws_rows(site)}
+    points = []
+    for _ in range(POINTS):
+        with Record(rows) as run:
+            guide(*args, **kwargs)
+        points.append({name: site["value"] for name, site in {**run.sites, **rows}.items() if name in sites})
+
+    def density(values: dict[str, Tensor]) -> Tensor:
+        given = {**drawn, **rows, **{name: {**drawn[name], "value": value} for name, value in values.items()}}
+        found = in_log_joint(record_run(model, args, kwargs, 0, given).sites, given, guide.slab)
+        return torch.stack([log_prob(site).sum() for site in found.values() if is_drawn(site)]).sum()
+
+    def target(points: Sequence[Point]) -> Tensor:
+        latent = [name for name, site in sites.items() if is_drawn(site) and not site["is_observed"]]
+        if not mapped:
+            return torch.stack([density({name: point[name] for name in latent}) for point in points])
+        with pyro.validation_enabled(False):
+            found: Tensor = torch.vmap(density)({name: torch.stack([x[name] for x in points]) for name in latent})
+        return found
+
+    advice = "Let no code of the model depend on how many dimensions its draws have, and write into no tensor in place."
+    check_target(partial(model, *args, **kwargs), points, target, "fit", advice)
+    return bool(rows)
+
+
 def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, GateSite]) -> Tensor:
+    slab = with_latent_gates(slab, model)
     found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and is_drawn(site)]
     for name, site in model.items():
         if not is_drawn(site):
@@ -256,17 +296,20 @@ def checked(
     """What :func:`check_fit` returns, for n draws; ``mapped`` as for :func:`log_ratios`."""
     drawn, probs = guide.draws(chains), guide.active_probs()
     expansions = guide.expansions(model, args, kwargs, drawn)
-    collapsed, log_likelihood = next(expansions)
+    collapsed, log_likelihood = first = next(expansions)
     quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
-    if not quadratic:
-        collapsed, log_likelihood = next(expansions, (collapsed, log_likelihood))
+    if quadratic:
+        one, like = next(expansions, first)
+        quadratic = is_quadratic(like, one.quadratic)
+    if quadratic:
+        collapsed, _ = next(expansions, first)
     start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
     running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
     run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
     if not quadratic:
         run = reweighted(run, log_likelihood, collapsed.quadratic)
     found = collapsed.gates.apart(run.active_probs)
-    local = [] if quadratic else local_latents(collapsed.others, *model_runs(model, args, kwargs))
+    local = [] if quadratic else local_latents(collapsed.others, *model_runs(model, args, kwargs, guide.slab))
 
     weighed = _weighed_draws(model, guide, args, kwargs, mapped, keep=True)[0]
     of_guide = weighed(n)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.posterior.check_fit import Evidence, FitCheck, checked, log_ratios
+from pyro_l0.infer.posterior.check_fit import Evidence, FitCheck, check_model, checked, log_ratios
 from pyro_l0.infer.runs import Args, Kwargs, Program, forked_generators
 
 _BETAS = (0.9, 0.99)
@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def log_evidence(self) -> float:
-        """The importance-weighted bound in nats, tighter than the evidence lower bound."""
+        """The importance-weighted bound in nats, tighter than the evidence lower bound where no rows are drawn."""
         return self.evidence.importance_weighted
 
 
@@ -140,6 +140,7 @@ def fit(
     guide(*args, **kwargs)
     start = copy.deepcopy(guide.state_dict())
     ratios, mapped = log_ratios(model, guide, args, kwargs)
+    has_noise = check_model(model, guide, args, kwargs, mapped)
     found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
     for i in range(restarts):
         if i:  # from the start, with normal noise of deviation 1 on the gates' log odds
@@ -158,7 +159,7 @@ def fit(
         loss = partial(elbo.differentiable_loss, model, guide, *args, **kwargs)
         optimiser = torch.optim.Adam(guide.parameter_groups(learning_rate), betas=_BETAS)
         losses = _train(loss, optimiser, ratios, steps, f"restart {i + 1} of {restarts}, " if progress else None)
-        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS)), converged=_has_converged(losses, steps))
+        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), converged=_has_converged(losses, steps))
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
     best, state, probs = max(found, key=lambda entry: entry[0].elbo)
     guide.load_state_dict(state)
