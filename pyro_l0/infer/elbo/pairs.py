@@ -21,7 +21,7 @@ from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost, i
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.guides.mean_field import carried, transform_to_support
 from pyro_l0.infer.record import Record, Site
-from pyro_l0.infer.runs import forked_generators
+from pyro_l0.infer.runs import forked_generators, is_scaled
 from pyro_l0.infer.slabs import Conditional, GateSite, gate_site
 
 #: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
@@ -52,7 +52,7 @@ def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistributio
             f"{tuple(p.event_shape)} in the model, batch {tuple(q.batch_shape)} and event {tuple(q.event_shape)} "
             "in the guide."
         )
-    for what in ("scale", "mask"):
+    for what in ("scale", "mask") if gate is not None or is_scaled(posterior) else ():
         if not _agree(site[what], posterior[what]):
             raise ValueError(
                 f"The {what} of model and guide differ at site {name!r}: {site[what]} and {posterior[what]}."

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pyro
@@ -82,7 +83,7 @@ class Layout:
         if not isinstance(inside, torch.distributions.Normal):
             raise ValueError(
                 f"Expected a Normal prior of slab site {name!r}, as it depends on other sites in this guide, but got "
-                f"{prior}; {MEAN_FIELD}."
+                f"{prior}; use sample_posterior, or, for a fit alone, {MEAN_FIELD}."
             )
         shape = self.shapes[name]
         return inside.loc.expand(shape).reshape(-1), inside.scale.expand(shape).reshape(-1)
@@ -140,10 +141,10 @@ class GatesPosterior(SitePosterior):
 
 
 class MeanField:
-    """Draws sites that do not depend on one another."""
+    """Draws sites that do not depend on one another; a loss may take them under the model's scales and masks."""
 
-    def __init__(self, posteriors: Mapping[str, SitePosterior]) -> None:
-        self._posteriors = posteriors
+    def __init__(self, posteriors: Mapping[str, SitePosterior], as_in_model: bool = True) -> None:
+        self._posteriors, self._infer = posteriors, {"as_in_model": as_in_model}
         self._cached: dict[str, tuple[GateDistribution, TorchDistributionMixin]] = {}
         self._groups: list[list[str]] = []  # sites that can be drawn jointly
         templates = {name: x.template for name, x in posteriors.items() if isinstance(x, GatesPosterior)}
@@ -170,7 +171,7 @@ class MeanField:
                     dims = posterior.parameters_event_dim
                     parameters = {k: pyro.subsample(x, event_dim=dims) for k, x in parameters.items()}
                 fn = posterior.in_events(posterior.distribution(parameters))
-                values[name] = pyro.sample(name, fn, infer={"as_in_model": True})  # type: ignore[arg-type]
+                values[name] = pyro.sample(name, fn, infer=dict(self._infer))  # type: ignore[arg-type]
         return values
 
     def draw_for(self, record: Record) -> dict[str, Tensor]:
@@ -257,6 +258,13 @@ def plates_and_shape(site: Site) -> tuple[tuple[str, ...], torch.Size]:
     for frame in frames:
         shape[frame.dim - site["fn"].event_dim] = frame.full_size or frame.size
     return tuple(frame.name for frame in frames), torch.Size(shape)
+
+
+def in_full(site: Site) -> Site:
+    """What an alignment of gates and slabs asks of a site, with every plate at its full size."""
+    shape, dims = plates_and_shape(site)[1], site["fn"].event_dim
+    sizes = SimpleNamespace(batch_shape=shape[: len(shape) - dims], event_shape=shape[len(shape) - dims :])
+    return {**site, "fn": sizes}
 
 
 Slab: TypeAlias = Normal | LogNormal | TransformedDistribution

@@ -135,7 +135,7 @@ def mean_slope(name, cost, logits, monkeypatch):
     (exact,) = torch.autograd.grad((log_q.exp() * cost(vectors)).sum(), every)
     monkeypatch.setattr(BernoulliGate, "sample", lambda gate: vectors)
     found, surrogate = Estimators(name)(
-        lambda values: Evaluation({}, cost(values["z"])), {"z": BernoulliGate(logits=every)}, 1
+        lambda values: Evaluation({}, cost(values["z"])), {"z": BernoulliGate(logits=every)}
     )
     assert surrogate.shape == found[0].cost.shape == (len(vectors),)
     (slopes,) = torch.autograd.grad((found[0].cost + surrogate).sum(), every)
@@ -270,7 +270,7 @@ def test_gates_of_an_example_answer_for_its_own_cost(name):
     else:
         estimator = Estimators(name)
         estimator.baseline = torch.tensor(1.0, dtype=torch.float64)
-        found, surrogate = estimator(lambda values: Evaluation({}, cost(values["z"])), {"z": q}, 1)
+        found, surrogate = estimator(lambda values: Evaluation({}, cost(values["z"])), {"z": q})
         assert found[0].cost.shape == surrogate.shape == (draws, number)
     (slopes,) = torch.autograd.grad(surrogate.sum(), many)
     slopes = slopes[:, :2]
@@ -280,7 +280,7 @@ def test_gates_of_an_example_answer_for_its_own_cost(name):
 def test_a_cost_of_another_shape_than_the_gates_is_refused():
     gates = {"z": BernoulliGate(logits=torch.zeros(3, 2, requires_grad=True))}
     with pytest.raises(ValueError, match=r"first sizes of \(3, 2\), a site's gates, but got \(2,\)"):
-        Estimators("arm")(lambda values: Evaluation({}, values["z"].sum(0)), gates, 1)
+        Estimators("arm")(lambda values: Evaluation({}, values["z"].sum(0)), gates)
 
 
 @pytest.mark.parametrize("name", [*UNBIASED, *BY_SLOPE])
