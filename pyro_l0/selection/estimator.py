@@ -193,8 +193,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             self.rate_ = rate
         self._warn_of_chains(x)
         self._data = _Data(x, target, weight, known)
-        if not posterior.is_exact:
-            self._warn_of_separation()
         # Which gates are always open.
         self._is_in = np.isin(np.arange(len(self.pip_)), self._gate_of[design.always])
         self.credible_sets_: list[CredibleSet] = credible_sets(
@@ -411,9 +409,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
                 "always in."
             )
         return found
-
-    def _warn_of_separation(self) -> None:
-        """Only classes can be separated."""
 
     def _warn_of_chains(self, x: Any) -> None:
         """Name the least certain inclusion probability, if it is too uncertain, and what would make it surer."""

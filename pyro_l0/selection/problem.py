@@ -60,7 +60,6 @@ class SelectionPosterior:
         draws: joint draws.
         standard_error: standard errors of ``active_probs``, from the differences of chains and the weights of their
             draws, shape ``(G,)``; None without chains.
-        is_exact: whether no integral over the coefficients was approximated by Laplace's method.
     """
 
     active_probs: NDArray[np.float64]
@@ -69,7 +68,6 @@ class SelectionPosterior:
     log_evidence: float
     draws: Draws
     standard_error: NDArray[np.float64] | None = None
-    is_exact: bool = True
 
     @staticmethod
     def of(
@@ -78,15 +76,13 @@ class SelectionPosterior:
         log_evidence: float,
         draws: Draws,
         standard_error: Tensor | None = None,
-        *,
-        is_exact: bool = True,
     ) -> SelectionPosterior:
         """From tensors, and means of the coefficients and of their squares."""
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
         error = None if standard_error is None else standard_error.numpy()
         probs = active_probs.numpy()
-        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error, is_exact)
+        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error)
 
 
 Family = (

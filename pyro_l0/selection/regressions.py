@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +18,7 @@ from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
 from pyro_l0.selection.summary_statistics import Observations, checked_means, of_moments, of_z_scores
 
-__all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor", "warn_of_separation"]
+__all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -201,9 +199,6 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         return self
 
 
-_WIDE = 15.0  # log odds at separated classes, up to which coefficients are within 3 % of their mean
-
-
 class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[misc]
     """Logistic regression whose coefficients are exactly zero with a probability that is learned.
 
@@ -213,8 +208,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
     deviation 10, and an unknown slab scale half-normal with scale 2.
 
     A feature that separates the classes, constant within each of them, is no problem: the slab keeps its coefficient
-    finite. With a wide slab Laplace's approximation, where a fit uses it, makes it too large, by some 15 % for a scale
-    of 10; a warning says so.
+    finite, and exact chains find its distribution, which is far from normal.
 
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
 
@@ -277,30 +271,6 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         is_binary = len(self.classes_) == 2
         self._family, self._outputs = ("bernoulli", None) if is_binary else ("categorical", ("class", self.classes_))
         return np.array(found), numbers.astype(np.float64)
-
-    def _warn_of_separation(self) -> None:
-        x, y, _, offset, _ = self._data
-        warn_of_separation(self._mean(x, offset), y)
-
-
-def warn_of_separation(odds: Array, y: Array) -> None:
-    """Say that Laplace's approximation is off, if linear predictors, shape ``(n,)`` or ``(n, K)``, separate classes."""
-    odds = odds.reshape(len(y), -1)
-    odds = odds if odds.shape[1] > 1 else np.hstack([np.zeros_like(odds), odds])
-    classes = np.unique(y).astype(int)  # those of which a row has a weight
-    # Log odds of each observation's own class against the others.
-    against = {own: odds[y == own][:, [own]] - odds[y == own] for own in classes}
-    largest = max(np.delete(against[own], own, 1).min(1).max() for own in classes)
-    # A gap between any two classes, wherever it is: the means of the intercepts have the noise of draws.
-    pairs = combinations(classes, 2)
-    is_separated = all(against[one][:, other].min() + against[other][:, one].min() > 0 for one, other in pairs)
-    if is_separated and largest > _WIDE:
-        warnings.warn(
-            f"The coefficients separate the classes, with log odds of up to {largest:.0f}: only the slab bounds them, "
-            "and by Laplace's approximation their means may be a fifth too large, and inclusion probabilities of three "
-            "or more classes .1 off. Set a smaller slab_scale, such as 2.",
-            stacklevel=4,
-        )
 
 
 class SpikeSlabPoissonRegressor(SpikeSlabRegression):

@@ -18,7 +18,7 @@ from sklearn.utils.validation import _check_sample_weight, _check_y, check_consi
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
-from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, warn_of_separation
+from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
 
 __all__ = [
     "SpikeSlabBinomialRegressor",
@@ -39,9 +39,8 @@ class SpikeSlabCox(SpikeSlabEstimator):
     (Kalbfleisch 1978, JRSS B 40, section 4; Sinha, Ibrahim and Chen 2003, Biometrika 90). There is no intercept. The
     priors are those of :class:`SpikeSlabRegressor`, except that an unknown slab scale is half-normal with scale 1.
 
-    If a feature orders the events without exception, only the slab bounds its coefficient, and Laplace's approximation,
-    where a fit uses it, makes it too large: with a slab scale of 10 by .2 % for 30 events, 6 % for ten and 16 % for
-    five. A warning says where log risks differ by more than 700, as then the result may be wrong altogether.
+    If a feature orders the events without exception, only the slab bounds its coefficient. A warning says where log
+    risks differ by more than 700, as then the result may be wrong altogether.
 
     Observations y are a structured array, as scikit-survival has them: a bool field says whether the event happened,
     the other one when, or when the observation was last seen without it. Numbers are times of events, none censored.
@@ -234,11 +233,6 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         successes, total = _counted(y, trials)
         weight = total * _check_sample_weight(sample_weight, successes)
         return float(r2_score(_shares(successes, total), self.predict(X, offset), sample_weight=weight))
-
-    def _warn_of_separation(self) -> None:
-        x, shares, _, offset, _ = self._data
-        if np.array_equal(np.unique(shares), [0.0, 1.0]):
-            warn_of_separation(self._mean(x, offset), shares)
 
 
 def _shares(successes: Array, trials: Array) -> Array:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from pyro_l0.selection.design import make_design
+from pyro_l0.selection.methods.exact_chains import continued
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
 from pyro_l0.selection.problem import SAMPLED, Family, Problem, SelectionPosterior
@@ -99,8 +100,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
             f"Expected method='auto' or 'tempered' for the family {problem.family!r}, whose own parameters are sampled "
             "with the coefficients, but got 'enumerate'; leave it out."
         )
-    is_exact = problem.family == "gaussian"
-    evidence = GaussianEvidence(problem) if is_exact else LaplaceEvidence(problem)
+    evidence = GaussianEvidence(problem) if problem.family == "gaussian" else LaplaceEvidence(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = evidence.log_marginal(z)
     weights = log_marginal.softmax(0)
@@ -111,8 +111,10 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
-    found = evidence.draws(z[drawn], generator)
-    return SelectionPosterior.of(active_probs, moments, log_evidence, found, is_exact=is_exact)
+    found, is_right = evidence.draws(z[drawn], generator)
+    if not is_right:
+        return continued(problem, z[drawn], found, active_probs, log_evidence, generator)
+    return SelectionPosterior.of(active_probs, moments, log_evidence, found)
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

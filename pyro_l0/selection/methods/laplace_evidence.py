@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +22,10 @@ from pyro_l0.selection.methods.grid import (
     sparse_rows,
 )
 from pyro_l0.selection.methods.likelihoods import Likelihood, likelihood_of
-from pyro_l0.selection.problem import Draws, Problem
+from pyro_l0.selection.predictive import linear_predictors, rows_of
+from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem
 
-__all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode", "weighted_design"]
-
-
-def weighted_design(curvature: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Roots R of curvatures, shape ``(n, K, K)``, and R' X by features of shape ``(n, p)``, shape ``(n K, p K)``."""
-    values, vectors = torch.linalg.eigh(curvature)
-    root = vectors * values.clamp(min=0).sqrt()[:, None, :]
-    return root, torch.einsum("nki,nj->nijk", root, x).reshape(root.shape[0] * root.shape[1], -1)
+__all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode"]
 
 
 # A Newton step that would gain so little is the last one: the mode is 3e-3 of a deviation away before it.
@@ -48,12 +43,11 @@ class Normals(NamedTuple):
         """Of the coefficients, shape ``(s, m, K)``."""
         return torch.cholesky_inverse(self.root).diagonal(dim1=1, dim2=2).reshape(self.mean.shape)
 
-    def draw(self, generator: torch.Generator) -> Tensor:
-        """One of each gate vector, shape ``(s, m, K)``."""
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One of each gate vector, shape ``(s, m, K)``, and their log densities, but for the power of 2 pi."""
         noise = torch.randn(self.root.shape[:2], generator=generator, dtype=torch.float64)[:, :, None]
         spread = torch.linalg.solve_triangular(self.root.mT, noise, upper=True)
-        drawn: Tensor = self.mean + spread.reshape(self.mean.shape)
-        return drawn
+        return self.mean + spread.reshape(self.mean.shape), _half_log_det(self.root) - 0.5 * noise.square().sum((1, 2))
 
     def of(self, which: Tensor) -> Normals:
         """Those of some gate vectors."""
@@ -155,6 +149,12 @@ _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at 
 # observations is 3e-3 nat.
 _REACH = 0.03
 
+# What importance weights may change: means, in deviations; the probabilities beyond the ends of a 90 % interval, where
+# .025 moves an end by a fifth of a deviation; inclusion probabilities. Coefficients that are open in fewer draws, and
+# draws beyond so many predictors, are not looked at.
+_OF_MEANS, _OF_TAILS = 0.1, 0.025
+_SEEN, _FEWEST, _PREDICTORS = 0.05, 100, 2**21
+
 # Coefficients, shape (s, p, K), and intercepts, (s, K), to start from, of gates (s, G) and log slab scales (s,).
 Start = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -212,8 +212,8 @@ class LaplaceEvidence(GridEvidence[Batch]):
             second.index_add_(0, at, (weight * (mean.square() + variance)).sum(0).flatten(0, 1))
         return first, second
 
-    def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """One draw of the coefficients and of what is unknown for each gate vector."""
+    def draws(self, z: Tensor, generator: torch.Generator) -> tuple[Draws, bool]:
+        """One draw of the coefficients and of what is unknown for each gate vector; see ``draws_of``."""
         z = self.problem.checked(z)
         distinct, vector = distinct_vectors(z)
         log_slab = torch.empty(len(z), dtype=torch.float64)
@@ -248,26 +248,53 @@ class LaplaceEvidence(GridEvidence[Batch]):
             left = left[is_far]
         return LaplaceFit(z, slab_scale, log_evidence, parts)
 
-    def draws_of(self, fit: LaplaceFit, which: Tensor, generator: torch.Generator) -> Draws:
-        """One draw of the coefficients for each of some gate vectors of a fit, shape ``(N,)``."""
+    def draws_of(self, fit: LaplaceFit, which: Tensor, generator: torch.Generator) -> tuple[Draws, bool]:
+        """One draw of the coefficients for each of some gate vectors of a fit, shape ``(N,)``.
+
+        The second result says whether the posterior itself is what they were drawn from, near enough.
+        """
         problem = self.problem
         intercept = torch.zeros(len(which), problem.outputs, dtype=torch.float64)
-        parts = []
+        log_ratio, parts = torch.empty(len(which), dtype=torch.float64), []
         for batch, found in fit.parts:
             row, own = draws_of(batch.rows, which)
-            drawn = found.of(own).draw(generator)
+            normals = found.of(own)
+            drawn, log_density = normals.draw(generator)
             k = batch.open.shape[1]
+            precision = self._precision(fit.slab_scale[which[row]].log(), k)[:, :, None]
+            log_prior = 0.5 * (precision.log() - precision * drawn.square()).sum((1, 2))
+            log_ratio[row] = log_prior - log_density - normals.log_evidence
             parts.append((Batch(row, batch.open[own]), drawn[:, :k]))
             if problem.intercept:
                 intercept[row] = drawn[:, k]
         slab_scale = fit.slab_scale[which]
-        return Draws(
+        found = Draws(
             sparse_rows(parts, len(which), self._p, problem.outputs),
             intercept.numpy(),
             slab_scale.numpy(),
             torch.full_like(slab_scale, math.nan).numpy(),
             problem.prior.draw_rate(fit.z[which], generator),
         )
+        return found, self._are_right(found, fit.z[which], log_ratio)
+
+    def _are_right(self, draws: Draws, z: Tensor, log_ratio: Tensor) -> bool:
+        """Whether importance weights change little of what draws show; ``log_ratio`` has no log likelihood."""
+        problem, outputs = self.problem, self.problem.outputs
+        number = max(_FEWEST, _PREDICTORS // max(len(problem.x) * outputs, problem.gates))
+        some = rows_of(draws, np.arange(min(number, len(z))))
+        eta = torch.from_numpy(linear_predictors(some, problem.x.numpy()))
+        change = (self._likelihood.value(eta) + log_ratio[: len(eta)]).softmax(0).numpy() - 1 / len(eta)
+        columns = some.coefficients.tocsc()
+        filled = np.flatnonzero(np.diff(columns.indptr) > _SEEN * len(eta))
+        shown = np.hstack([columns[:, filled].toarray(), some.intercept[:, : outputs * problem.intercept]])
+        lower, upper = np.quantile(shown, (0.05, 0.95), axis=0, method="inverted_cdf")
+        changes = [
+            change @ z[: len(eta)].numpy() / MOST_ERROR,
+            change @ shown / (_OF_MEANS * shown.std(0)),
+            change @ (shown < lower) / _OF_TAILS,
+            change @ (shown > upper) / _OF_TAILS,
+        ]
+        return bool((np.abs(np.concatenate(changes)) <= 1).all())
 
     def _batches(self, z: Tensor) -> Iterator[Batch]:
         return batches_of(self.problem.switched(z), lambda k: _ENTRIES // self._entries(k))
