@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.metrics import accuracy_score
-from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils._missing import is_pandas_na, is_scalar_nan
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import column_or_1d
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
@@ -191,7 +192,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             import pandas
 
             x = pandas.DataFrame(x, columns=rows.names)
-        self.fit(x, rows.y + (y_mean or 0.0), np.full(len(rows.y), n / len(rows.y)))
+        self.fit(x, rows.y + (y_mean or 0.0), sample_weight=np.full(len(rows.y), n / len(rows.y)))
         del self._data  # which has no observation of its own
         if self.fit_intercept and not is_known:
             self.intercept_ = np.nan
@@ -230,7 +231,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     _has_outputs = True
 
-    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
+    def predict_proba(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
         """Probabilities of the classes, averaged over the posterior.
 
         Args:
@@ -247,20 +248,33 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         second = summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
         return np.stack([1 - second, second], axis=1)
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> NDArray[np.generic]:
+    def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> NDArray[np.generic]:
         """Labels of the most probable classes, shape ``(m,)``; arguments are those of ``predict_proba``."""
-        likeliest = self.predict_proba(X, offset).argmax(1)  # first: it says so if the estimator is not fitted
+        likeliest = self.predict_proba(X, offset=offset).argmax(1)  # first: it says so if the estimator is not fitted
         labels: NDArray[np.generic] = self.classes_[likeliest]
         return labels
 
     def score(
-        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, *, offset: ArrayLike | None = None
     ) -> float:
         """The share of right labels; arguments are those of ``fit``."""
-        return float(accuracy_score(y, self.predict(X, offset), sample_weight=sample_weight))
+        return float(accuracy_score(y, self.predict(X, offset=offset), sample_weight=sample_weight))
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        given = np.asarray(y)
+        objects = enumerate(given.ravel() if given.dtype.kind == "O" else ())
+        missing = [row for row, label in objects if label is None or is_scalar_nan(label) or is_pandas_na(label)]
+        if missing:
+            raise ValueError(
+                f"Expected a label in each row, but {len(missing)} are None or NaN, first in row {missing[0]}; leave these "
+                "rows out."
+            )
         found, labels = self._finite(x, y, ensure_min_samples=2)
+        if type_of_target(labels, input_name="y") == "continuous":
+            raise ValueError(
+                f"Expected labels, but got numbers that are not whole, such as {labels[labels % 1 != 0][0]:g}; number them "
+                "in their order by np.unique(y, return_inverse=True)[1]."
+            )
         check_classification_targets(labels)
         self.classes_, numbers = np.unique(column_or_1d(labels), return_inverse=True)
         if len(self.classes_) < 2:
