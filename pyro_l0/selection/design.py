@@ -545,9 +545,9 @@ def _check_ties(y: NDArray[np.float64], rows: NDArray[np.float64], degrees: floa
     if (k > 2 and 2 * k >= n) if degrees is None else k - 1 - intercept >= degrees * (n - k):
         value = f"{values[equal.argmax()]:g}"
         raise ValueError(
-            f"Expected fewer equal values of y, less the offset, but {k:g} of {n:g} are {value}: the posterior is improper, "
-            "with a noise scale of 0. Fit whether y is this value by SpikeSlabClassifier, and the other rows by this "
-            "estimator."
+            f"Expected fewer equal values of y, less the offset, but {k:g} of {n:g} are {value}: the posterior is "
+            "improper, with a noise scale of 0. Fit whether y is that by SpikeSlabClassifier, and the other rows by "
+            "this estimator."
         )
 
 

@@ -266,14 +266,14 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         missing = [row for row, label in objects if label is None or is_scalar_nan(label) or is_pandas_na(label)]
         if missing:
             raise ValueError(
-                f"Expected a label in each row, but {len(missing)} are None or NaN, first in row {missing[0]}; leave these "
-                "rows out."
+                f"Expected a label in each row, but {len(missing)} are None or NaN, first in row {missing[0]}; leave "
+                "these rows out."
             )
         found, labels = self._finite(x, y, ensure_min_samples=2)
         if type_of_target(labels, input_name="y") == "continuous":
             raise ValueError(
-                f"Expected labels, but got numbers that are not whole, such as {labels[labels % 1 != 0][0]:g}; number them "
-                "in their order by np.unique(y, return_inverse=True)[1]."
+                f"Expected labels, but got numbers that are not whole, such as {labels[labels % 1 != 0][0]:g}; number "
+                "them in their order by np.unique(y, return_inverse=True)[1]."
             )
         check_classification_targets(labels)
         self.classes_, numbers = np.unique(column_or_1d(labels), return_inverse=True)
