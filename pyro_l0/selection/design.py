@@ -91,16 +91,10 @@ def labels_of(x: ArrayLike) -> list[Any] | None:
 
 
 def check_labels(x: ArrayLike, labels: list[Any] | None) -> None:
-    """Refuse a frame whose columns have other numbers for names; scikit-learn compares text alone."""
+    """Refuse a frame whose columns have other numbers for names than in the fit; scikit-learn compares text alone."""
     found = labels_of(x)
-    if not labels or not found or len(found) != len(labels) or str in {type(name) for name in (*found, *labels)}:
-        return
-    for position, (name, expected) in enumerate(zip(found, labels, strict=True)):
-        if name != expected:
-            raise ValueError(
-                f"Expected column {expected!r} at position {position}, as in the fit, but got {name!r}; pass the "
-                "columns by name, in the order of the fit."
-            )
+    if found and labels and found != labels and str not in map(type, found + labels):
+        raise ValueError(f"Expected the columns {labels}, in this order, but got {found}; pass X[columns of the fit].")
 
 
 def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
@@ -437,7 +431,7 @@ def make_design(
         outputs=outputs,
         classes=classes,
         always=0 if gaussian else len(always),
-        gate_of=None if len(gates) == len(gated) else torch.from_numpy(number_of),
+        gate_of=None if np.array_equal(number_of, np.arange(len(gated))) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
         offset=None if has_noise or offset is None else torch.from_numpy(offset),
         observations=number - taken if gaussian else None,

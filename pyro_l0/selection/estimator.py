@@ -21,16 +21,7 @@ from sklearn.utils.validation import _check_feature_names_in, _check_sample_weig
 from pyro_l0.expect import expect_count
 from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
-from pyro_l0.selection.design import (
-    Columns,
-    Design,
-    check_labels,
-    coded,
-    labels_of,
-    levels_of,
-    make_design,
-    tabular,
-)
+from pyro_l0.selection.design import Columns, Design, check_labels, coded, labels_of, levels_of, make_design, tabular
 from pyro_l0.selection.methods import METHODS, find_posterior
 from pyro_l0.selection.predictive import quantiles, replicated, rows_of, summaries, to_inference_data
 from pyro_l0.selection.problem import MOST_ERROR, PARTIAL, Family, SelectionPosterior
@@ -153,6 +144,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     _family: Family = field(init=False)  # distribution of y, known once it was validated
     _standard_error: Array | None = field(default=None, init=False)
     _outputs: tuple[str, Any] | None = field(default=None, init=False)  # kind and names of several linear predictors
+    _labels: list[Any] | None = field(default=None, init=False)  # of the columns of a data frame
     _takes_sparse = _is_positive = _has_outputs = False
 
     rate: Rates = None
@@ -522,7 +514,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         names = self._column_names()
         if self._outputs is None:
-            return pandas.Index(names, name="feature")
+            return pandas.Index(names, name="feature", tupleize_cols=False)
         kind, outputs = self._outputs
         return pandas.MultiIndex.from_product([names, outputs], names=["feature", kind])
 

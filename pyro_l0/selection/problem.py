@@ -37,6 +37,7 @@ class Draws(NamedTuple):
             noise.
         rate: P(z = 1), shape ``(N,)``, also if it is known; NaN if it differs between gates.
         learned: further parameters of the family by name, each of shape ``(N,)`` or ``(N, K)``.
+        are_near: whether Laplace's approximation, where they are from it, is near enough to the posterior.
     """
 
     coefficients: csr_array
@@ -45,6 +46,7 @@ class Draws(NamedTuple):
     noise_scale: NDArray[np.float64]
     rate: NDArray[np.float64]
     learned: Mapping[str, NDArray[np.float64]] = {}
+    are_near: bool = True
 
 
 @dataclass(frozen=True)

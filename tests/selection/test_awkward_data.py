@@ -1,26 +1,23 @@
 """Estimators of spike-and-slab regressions on awkward data, and what they refuse."""
 
 import re
-import warnings
 from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy.sparse import csr_array
-from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.exceptions import NotFittedError
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
 from pyro_l0.selection import (
-    SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
     SpikeSlabMultiTaskRegressor,
     SpikeSlabNegativeBinomial,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
-from pyro_l0.selection.methods import exact_chains, sampling
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
 
 
@@ -204,36 +201,3 @@ def test_of_features_before_a_fit(kind):
         if hasattr(kind, name):
             with pytest.raises(NotFittedError):
                 getattr(kind(), name)(np.ones((3, 2)))
-
-
-@pytest.mark.parametrize("classes", [2, 3])
-def test_a_wide_slab_beside_separated_classes_is_warned_of(classes):
-    """Where only the slab bounds the coefficients; not under a narrow one, nor where classes overlap."""
-    x = np.random.default_rng(1).normal(size=(30, 2))
-    y = np.digitize(x[:, 0], [-0.5, 0.5][: classes - 1])
-    with pytest.warns(UserWarning, match=r"separate the classes, .* Set a smaller slab_scale"):
-        SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, y)
-    SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=1.0).fit(x, y)
-    SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, np.roll(y, 1))
-
-
-def test_separated_successes_are_warned_of_too():
-    """As labels are, but not if some trials of one row differ."""
-    x = np.random.default_rng(1).normal(size=(30, 2))
-    y = np.where(x[:, 0] > 0, 3, 0)
-    model = SpikeSlabBinomialRegressor(random_state=0, rate=0.5, slab_scale=50.0)
-    with pytest.warns(UserWarning, match=r"separate the classes, .* Set a smaller slab_scale"):
-        model.fit(x, y, trials=3)
-    model.fit(x, np.where(np.arange(30) < 10, 1, y), trials=3)
-
-
-def test_separated_classes_are_not_warned_of_where_chains_are_exact(monkeypatch):
-    """What the warning says is wrong with Laplace's approximation is not wrong with them."""
-    monkeypatch.setattr(sampling, "_PRECISE", 0.0)
-    monkeypatch.setattr(exact_chains, "_ROUNDS", 1)
-    x = np.random.default_rng(1).normal(size=(30, 2))
-    y = (x[:, 0] > 0).astype(int)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0, method="tempered").fit(x, y)

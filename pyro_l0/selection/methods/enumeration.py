@@ -111,8 +111,8 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
-    found, is_right = evidence.draws(z[drawn], generator)
-    if not is_right:
+    found = evidence.draws(z[drawn], generator)
+    if not found.are_near:
         return continued(problem, z[drawn], found, active_probs, log_evidence, generator)
     return SelectionPosterior.of(active_probs, moments, log_evidence, found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from scipy.sparse import csr_array
+from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -19,23 +21,13 @@ from pyro_l0.maths.tempered_gibbs import counted
 from pyro_l0.selection.methods.likelihoods import likelihood_of
 from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
-__all__ = [
-    "CHAINS",
-    "AugmentedChains",
-    "JumpingChains",
-    "chains_of",
-    "continued",
-    "draw_polya_gamma",
-    "is_augmented",
-    "jumping_posterior",
-    "standard_error",
-]
+__all__ = ["AugmentedChains", "JumpingChains", "continued", "draw_polya_gamma", "is_augmented", "standard_error"]
 
 CHAINS = 64  # fewer where their second derivatives fill the memory
 _FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
-_ENOUGH = 0.015  # standard error up to which jumping chains run
+_UNSURE = 0.1  # standard error of a mean, in deviations, that is warned of
+ENOUGH, PRECISE = 0.015, 0.03  # standard errors up to which jumping chains run: of gates, of means in deviations
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
-_OF_MEANS = 0.03  # standard error of coefficients, in deviations, up to which chains run that Laplace was too far from
 
 
 def standard_error(record: Tensor) -> Tensor:
@@ -91,14 +83,22 @@ class ExactChains(ABC):
                 found = standard_error(probs) if probs.shape[2] else probs[0, 0]
                 worst = (found.max() if len(found) else found.sum()) / error
                 if deviations < math.inf:
-                    beta = others[2]
-                    apart = standard_error(others[3]) / beta.std((0, 1)).clamp(min=torch.finfo(beta.dtype).tiny)
-                    worst = torch.maximum(worst, apart.max() / deviations)
+                    beta, means = others[2:4]
+                    unit = beta.std((0, 1)).clamp(min=torch.finfo(beta.dtype).tiny)
+                    apart = standard_error(means / unit).max()
+                    worst = torch.maximum(worst, apart / deviations)
                 is_enough = rounds >= _FEWEST and bool(worst <= 1)
                 needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(worst) ** 2)
                 bar.total = self.sweeps * math.ceil(min(_ROUNDS, needed))
                 if is_enough:
                     break
+        if deviations < math.inf and apart > _UNSURE:
+            warnings.warn(
+                f"The chains disagree: the mean of a coefficient has a standard error of {apart:.2f} of its standard "
+                "deviation. Set a smaller slab_scale or always_in_scale.",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
         z, log_slab, beta, mean, variance, theta = (part.flatten(0, 1) for part in others)
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)
@@ -369,11 +369,11 @@ class JumpingChains(ExactChains):
     sweeps, warm_up = 10, 0.35
 
     def __init__(
-        self, problem: Problem, z: Tensor, log_slab: Tensor, beta: Tensor, often: Tensor, generator: torch.Generator
+        self, problem: Problem, z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, generator: torch.Generator
     ) -> None:
-        """From coefficients and intercepts; gates are tried in proportion to ``often``, shape ``(G,)``."""
+        """From coefficients and intercepts; gates are tried the more often the less sure ``probs`` are, ``(G,)``."""
         super().__init__(problem, z, log_slab, generator)
-        self._often, self._swept = often, 0
+        self._often, self._swept = (probs * (1 - probs) + _SELDOM).sqrt(), 0
         self._outputs = torch.arange(problem.outputs)
         self._columns = self._x.T.contiguous()
         self.beta = beta
@@ -532,23 +532,6 @@ def chains_of(problem: Problem) -> int:
     return max(8, min(CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
 
 
-def jumping_posterior(
-    problem: Problem,
-    z: Tensor,
-    log_slab: Tensor,
-    beta: Tensor,
-    probs: Tensor,
-    log_evidence: float,
-    draws: int,
-    generator: torch.Generator,
-    deviations: float = math.inf,
-) -> SelectionPosterior:
-    """By jumping chains from where the arguments say, which try gates by probabilities of shape ``(G,)``."""
-    often = (probs * (1 - probs) + _SELDOM).sqrt()
-    chains = JumpingChains(problem, z, log_slab, beta, often, generator)
-    return chains.posterior(log_evidence, draws, _ENOUGH, _OF_MEANS if problem.always else deviations)
-
-
 def continued(
     problem: Problem, z: Tensor, draws: Draws, probs: Tensor, log_evidence: float, generator: torch.Generator
 ) -> SelectionPosterior:
@@ -557,7 +540,8 @@ def continued(
     intercept = draws.intercept[start][:, : problem.outputs * problem.intercept]
     beta = torch.from_numpy(np.hstack([draws.coefficients[start].toarray(), intercept]))
     log_slab = torch.from_numpy(draws.slab_scale[start]).log()
-    return jumping_posterior(problem, z[start], log_slab, beta, probs, log_evidence, len(z), generator, _OF_MEANS)
+    chains = JumpingChains(problem, z[start], log_slab, beta, probs, generator)
+    return chains.posterior(log_evidence, len(z), ENOUGH, PRECISE)
 
 
 def _log_proposal(noise: Tensor, factor: Tensor, count: Tensor) -> Tensor:

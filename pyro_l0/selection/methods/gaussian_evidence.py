@@ -115,8 +115,8 @@ class GaussianEvidence(GridEvidence[_Spectra]):
             second.index_add_(0, batch.open.flatten(), (weight * square).flatten())
         return first[:, None], second[:, None]
 
-    def draws(self, z: Tensor, generator: torch.Generator) -> tuple[Draws, bool]:
-        """One draw of the coefficients and of what is unknown for each gate vector, and that these are exact."""
+    def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
+        """One draw of the coefficients and of what is unknown for each gate vector."""
         distinct, vector = distinct_vectors(self.problem.checked(z))
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
         parts = []
@@ -128,14 +128,13 @@ class GaussianEvidence(GridEvidence[_Spectra]):
                 log_noise[rows] = math.log(self.problem.prior.slab_scale) - log_ratio[rows]
             beta = batch.at(which).draw(log_ratio[rows], log_noise[rows], generator)
             parts.append((Batch(rows, batch.open[which]), beta[:, :, None]))
-        found = Draws(
+        return Draws(
             sparse_rows(parts, len(z), self._p, 1),
             torch.zeros(len(z), 1, dtype=torch.float64).numpy(),
             (log_ratio + log_noise).exp().numpy(),
             log_noise.exp().numpy(),
             self.problem.prior.draw_rate(z, generator),
         )
-        return found, True
 
     def _batches(self, z: Tensor) -> Iterator[_Spectra]:
         for rows, features in batches_of(

@@ -149,9 +149,9 @@ _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at 
 # observations is 3e-3 nat.
 _REACH = 0.03
 
-# What importance weights may change: means, in deviations; the probabilities beyond the ends of a 90 % interval, where
-# .025 moves an end by a fifth of a deviation; inclusion probabilities. Coefficients that are open in fewer draws, and
-# draws beyond so many predictors, are not looked at.
+# By how much importance weights may change means, in deviations, and the probabilities beyond the ends of a 90 %
+# interval, where .025 is a fifth of a deviation. Coefficients that are open in a smaller share of draws do not count,
+# nor do draws beyond so many linear predictors.
 _OF_MEANS, _OF_TAILS = 0.1, 0.025
 _SEEN, _FEWEST, _PREDICTORS = 0.05, 100, 2**21
 
@@ -212,8 +212,8 @@ class LaplaceEvidence(GridEvidence[Batch]):
             second.index_add_(0, at, (weight * (mean.square() + variance)).sum(0).flatten(0, 1))
         return first, second
 
-    def draws(self, z: Tensor, generator: torch.Generator) -> tuple[Draws, bool]:
-        """One draw of the coefficients and of what is unknown for each gate vector; see ``draws_of``."""
+    def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
+        """One draw of the coefficients and of what is unknown for each gate vector."""
         z = self.problem.checked(z)
         distinct, vector = distinct_vectors(z)
         log_slab = torch.empty(len(z), dtype=torch.float64)
@@ -248,11 +248,8 @@ class LaplaceEvidence(GridEvidence[Batch]):
             left = left[is_far]
         return LaplaceFit(z, slab_scale, log_evidence, parts)
 
-    def draws_of(self, fit: LaplaceFit, which: Tensor, generator: torch.Generator) -> tuple[Draws, bool]:
-        """One draw of the coefficients for each of some gate vectors of a fit, shape ``(N,)``.
-
-        The second result says whether the posterior itself is what they were drawn from, near enough.
-        """
+    def draws_of(self, fit: LaplaceFit, which: Tensor, generator: torch.Generator) -> Draws:
+        """One draw of the coefficients for each of some gate vectors of a fit, shape ``(N,)``."""
         problem = self.problem
         intercept = torch.zeros(len(which), problem.outputs, dtype=torch.float64)
         log_ratio, parts = torch.empty(len(which), dtype=torch.float64), []
@@ -268,16 +265,16 @@ class LaplaceEvidence(GridEvidence[Batch]):
             if problem.intercept:
                 intercept[row] = drawn[:, k]
         slab_scale = fit.slab_scale[which]
-        found = Draws(
+        draws = Draws(
             sparse_rows(parts, len(which), self._p, problem.outputs),
             intercept.numpy(),
             slab_scale.numpy(),
             torch.full_like(slab_scale, math.nan).numpy(),
             problem.prior.draw_rate(fit.z[which], generator),
         )
-        return found, self._are_right(found, fit.z[which], log_ratio)
+        return draws._replace(are_near=self._are_near(draws, fit.z[which], log_ratio))
 
-    def _are_right(self, draws: Draws, z: Tensor, log_ratio: Tensor) -> bool:
+    def _are_near(self, draws: Draws, z: Tensor, log_ratio: Tensor) -> bool:
         """Whether importance weights change little of what draws show; ``log_ratio`` has no log likelihood."""
         problem, outputs = self.problem, self.problem.outputs
         number = max(_FEWEST, _PREDICTORS // max(len(problem.x) * outputs, problem.gates))

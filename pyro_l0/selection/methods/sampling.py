@@ -20,11 +20,13 @@ from pyro_l0.maths.tempered_gibbs import (
 )
 from pyro_l0.selection.methods.exact_chains import (
     CHAINS,
+    ENOUGH,
+    PRECISE,
     AugmentedChains,
+    JumpingChains,
     chains_of,
     continued,
     is_augmented,
-    jumping_posterior,
 )
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, find_mode
@@ -237,7 +239,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     size = (problem.x.shape[1] + problem.intercept) * problem.outputs  # of coefficients and intercepts
 
     def jumped(z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, log_evidence: float) -> SelectionPosterior:
-        return jumping_posterior(problem, z, log_slab, beta[:, :size], probs, log_evidence, draws, generator)
+        jumping = JumpingChains(problem, z, log_slab, beta[:, :size], probs, generator)
+        return jumping.posterior(log_evidence, draws, ENOUGH, PRECISE if problem.always else math.inf)
 
     is_start = problem.family in SAMPLED  # all that is asked of the expansion
 
@@ -272,14 +275,14 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     log_evidence = chain_evidence(_log_marginal(walk, problem.prior, run), walk, run, generator)
     log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
     which = resampled(weights, draws, generator)
-    found, is_right = evidence.draws_of(fit, which, generator)
-    if is_right and error.max() > _PRECISE and is_augmented(problem):
+    found = evidence.draws_of(fit, which, generator)
+    if found.are_near and error.max() > _PRECISE and is_augmented(problem):
         start = which[torch.arange(CHAINS) % draws]
         augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
         return augmented.posterior(log_evidence, draws, _PRECISE)
-    if not is_right or error.max() > MOST_ERROR:
+    if not found.are_near or error.max() > MOST_ERROR:
         # From those of the expansion: of draws that are this uncertain, few have all the weight.
-        found, _ = evidence.draws_of(fit, torch.arange(draws), generator)
+        found = evidence.draws_of(fit, torch.arange(draws), generator)
         return continued(problem, z[:draws], found, active_probs, log_evidence, generator)
     moments = fit.moments(weights, problem.x.shape[1])
     return SelectionPosterior.of(
@@ -362,7 +365,7 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
         moments = evidence.moments(z, torch.full((len(z),), 1 / len(z), dtype=torch.float64))
         moments = rescaled(problem, run.active_probs, z.double().mean(0), moments)
     log_evidence = chain_evidence(evidence.log_marginal, walk, run, generator)
-    found, _ = evidence.draws(run.gates[resampled(run.weights, draws, generator)], generator)
+    found = evidence.draws(run.gates[resampled(run.weights, draws, generator)], generator)
     return SelectionPosterior.of(run.active_probs, moments, log_evidence, found, run.standard_error())
 
 
