@@ -37,7 +37,8 @@ class Draws(NamedTuple):
             noise.
         rate: P(z = 1), shape ``(N,)``, also if it is known; NaN if it differs between gates.
         learned: further parameters of the family by name, each of shape ``(N,)`` or ``(N, K)``.
-        are_near: whether Laplace's approximation, where they are from it, is near enough to the posterior.
+        correction: what the log evidence of Laplace's approximation lacks, where this drew them and is too far off,
+            NaN if that cannot be told; None elsewhere.
     """
 
     coefficients: csr_array
@@ -46,7 +47,7 @@ class Draws(NamedTuple):
     noise_scale: NDArray[np.float64]
     rate: NDArray[np.float64]
     learned: Mapping[str, NDArray[np.float64]] = {}
-    are_near: bool = True
+    correction: float | None = None
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         slab_scale_: posterior mean of the slab scale, for standardised features if these are standardised.
         rate_: posterior mean of the rate; the rates where features have their own.
         log_evidence_: log p(y) in nats, or its estimate; that of y without what an intercept and features with a flat
-            prior explain.
+            prior explain. NaN where coefficients are too far from normal, so that exact chains found the posterior.
         credible_sets_: groups of correlated features, one of which has an effect with probability .95 or more.
         draws_: joint draws in the units of the data; ``sample`` returns them by name.
         method_: the method that was used.

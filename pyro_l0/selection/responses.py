@@ -39,9 +39,6 @@ class SpikeSlabCox(SpikeSlabEstimator):
     (Kalbfleisch 1978, JRSS B 40, section 4; Sinha, Ibrahim and Chen 2003, Biometrika 90). There is no intercept. The
     priors are those of :class:`SpikeSlabRegressor`, except that an unknown slab scale is half-normal with scale 1.
 
-    If a feature orders the events without exception, only the slab bounds its coefficient. A warning says where log
-    risks differ by more than 700, as then the result may be wrong altogether.
-
     Observations y are a structured array, as scikit-survival has them: a bool field says whether the event happened,
     the other one when, or when the observation was last seen without it. Numbers are times of events, none censored.
 

@@ -112,8 +112,8 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
     found = evidence.draws(z[drawn], generator)
-    if not found.are_near:
-        return continued(problem, z[drawn], found, active_probs, log_evidence, generator)
+    if found.correction is not None:
+        return continued(problem, z[drawn], found, active_probs, log_evidence + found.correction, generator)
     return SelectionPosterior.of(active_probs, moments, log_evidence, found)
 
 

@@ -154,6 +154,7 @@ _REACH = 0.03
 # nor do draws beyond so many linear predictors.
 _OF_MEANS, _OF_TAILS = 0.1, 0.025
 _SEEN, _FEWEST, _PREDICTORS = 0.05, 100, 2**21
+_ENOUGH = 0.15  # share of draws that weights are worth, from which the evidence can be told
 
 # Coefficients, shape (s, p, K), and intercepts, (s, K), to start from, of gates (s, G) and log slab scales (s,).
 Start = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -272,15 +273,16 @@ class LaplaceEvidence(GridEvidence[Batch]):
             torch.full_like(slab_scale, math.nan).numpy(),
             problem.prior.draw_rate(fit.z[which], generator),
         )
-        return draws._replace(are_near=self._are_near(draws, fit.z[which], log_ratio))
+        return draws._replace(correction=self._correction(draws, fit.z[which], log_ratio))
 
-    def _are_near(self, draws: Draws, z: Tensor, log_ratio: Tensor) -> bool:
-        """Whether importance weights change little of what draws show; ``log_ratio`` has no log likelihood."""
+    def _correction(self, draws: Draws, z: Tensor, log_ratio: Tensor) -> float | None:
+        """See ``Draws``, by importance weights; ``log_ratio`` has those without the log likelihood."""
         problem, outputs = self.problem, self.problem.outputs
         number = max(_FEWEST, _PREDICTORS // max(len(problem.x) * outputs, problem.gates))
         some = rows_of(draws, np.arange(min(number, len(z))))
         eta = torch.from_numpy(linear_predictors(some, problem.x.numpy()))
-        change = (self._likelihood.value(eta) + log_ratio[: len(eta)]).softmax(0).numpy() - 1 / len(eta)
+        log_weight = self._likelihood.value(eta) + log_ratio[: len(eta)]
+        change = log_weight.softmax(0).numpy() - 1 / len(eta)
         columns = some.coefficients.tocsc()
         filled = np.flatnonzero(np.diff(columns.indptr) > _SEEN * len(eta))
         shown = np.hstack([columns[:, filled].toarray(), some.intercept[:, : outputs * problem.intercept]])
@@ -291,7 +293,10 @@ class LaplaceEvidence(GridEvidence[Batch]):
             change @ (shown < lower) / _OF_TAILS,
             change @ (shown > upper) / _OF_TAILS,
         ]
-        return bool((np.abs(np.concatenate(changes)) <= 1).all())
+        if (np.abs(np.concatenate(changes)) <= 1).all():
+            return None
+        effective = 1 / ((change + 1 / len(eta)) ** 2).sum()
+        return float(log_weight.logsumexp(0)) - math.log(len(eta)) if effective > _ENOUGH * len(eta) else math.nan
 
     def _batches(self, z: Tensor) -> Iterator[Batch]:
         return batches_of(self.problem.switched(z), lambda k: _ENTRIES // self._entries(k))

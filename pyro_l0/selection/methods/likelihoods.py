@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
@@ -296,12 +295,6 @@ class CoxLikelihood(Likelihood):
         top = eta.amax(1)
         relative = (eta[:, self._order, 0] - top).exp()
         above = top - self.log_totals(eta)
-        if bool((above > _LARGEST).any()):
-            warnings.warn(
-                f"Log risks differ by more than {_LARGEST:g}, where their derivatives are too small: the posterior may "
-                "be far off. The features order the events almost without exception; set a smaller slab_scale.",
-                stacklevel=1,  # one place, so that it is shown once
-            )
         inverse = above.clamp(max=_LARGEST).exp()
         return relative[:, None], inverse[:, None]
 

@@ -276,11 +276,13 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
     which = resampled(weights, draws, generator)
     found = evidence.draws_of(fit, which, generator)
-    if found.are_near and error.max() > _PRECISE and is_augmented(problem):
+    is_near = found.correction is None
+    if is_near and error.max() > _PRECISE and is_augmented(problem):
         start = which[torch.arange(CHAINS) % draws]
         augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
         return augmented.posterior(log_evidence, draws, _PRECISE)
-    if not found.are_near or error.max() > MOST_ERROR:
+    if not is_near or error.max() > MOST_ERROR:
+        log_evidence += found.correction or 0.0
         # From those of the expansion: of draws that are this uncertain, few have all the weight.
         found = evidence.draws_of(fit, torch.arange(draws), generator)
         return continued(problem, z[:draws], found, active_probs, log_evidence, generator)
