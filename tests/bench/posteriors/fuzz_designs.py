@@ -358,17 +358,24 @@ def run(number, seed, report=print):
     """How many cases differ, and of how many the answer is too uncertain to say."""
     wrong = unsure = 0
     for i in range(number):
-        rng = np.random.default_rng([seed, i])
-        # Chains take a second each; the others a tenth.
-        kind = SAMPLED[i // 15 % 4] if i % 15 == 0 else None if i % 15 == 7 else SUMMED[i % 5]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = of_categories(rng) if kind is None else differences(random_case(rng, kind), rng)
+        kind, found = of_case(seed, i)
         unsure += found is None
         if found:
             wrong += 1
-            report(f"case {i} of seed {seed}, {'categories' if kind is None else kind.__name__}: " + "; ".join(found))
+            report(f"case {i} of seed {seed}, {kind}: " + "; ".join(found))
     return wrong, unsure
+
+
+def of_case(seed, i):
+    """What a case is of, and how it differs; None if its answer is too uncertain to say."""
+    rng = np.random.default_rng([seed, i])
+    # Chains take a second each; the others a tenth.
+    kind = SAMPLED[i // 15 % 4] if i % 15 == 0 else None if i % 15 == 7 else SUMMED[i % 5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind is None:
+            return "categories", of_categories(rng)
+        return kind.__name__, differences(random_case(rng, kind), rng)
 
 
 if __name__ == "__main__":
