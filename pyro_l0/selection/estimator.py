@@ -169,9 +169,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             y: observations, shape ``(n,)``, or ``(n, K)`` of several responses.
             sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
                 weights give the posterior of repeated rows; others are powers of the likelihoods. Relative weights
-                should sum to n.
+                should sum to n. Those of survival times are whole.
             offset: known part of the linear predictor of each observation, shape ``(n,)``; ``(n, classes)`` of three
-                or more classes, ``(n, K)`` of several responses. That of counts is the logarithm of their exposure.
+                or more classes, ``(n, K)`` of several responses, or a frame with these names in any order. That of
+                counts is the logarithm of their exposure.
 
         Returns:
             The estimator.
@@ -182,7 +183,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Warns:
             UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
-            ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05.
+            ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05,
+                or that of the mean of a coefficient far from normal above a tenth of its standard deviation.
         """
         self._validate_params()
         parameters = self.get_params(deep=False)

@@ -44,9 +44,10 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     Args:
         rate: prior inclusion probability of every feature, or of every group: a number above 0 and up to 1, an array of
-            shape ``(p,)``, or a dict or series by names or positions. If neither this nor ``expected_size`` is given,
-            it is learned, under a Beta(1, sqrt(p)) prior. Features of rate 1 are always in; a dict of no other rates
-            leaves the rate of the rest to be learned, or to ``expected_size``. Otherwise it has them all.
+            shape ``(p,)``, or a dict or series by names, or by positions where no column has a number for a name. If
+            neither this nor ``expected_size`` is given, it is learned, under a Beta(1, sqrt(p)) prior. Features of rate
+            1 are always in; a dict of no other rates leaves the rate of the rest to be learned, or to
+            ``expected_size``. Otherwise it has them all.
         expected_size: expected number of features, or groups, with an effect; the rate is then
             ``expected_size / n_features``. Those that are always in do not count.
         always_in_scale: standard deviation of the effects of features that are always in, of standardised ones if these
@@ -65,8 +66,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             observations), and samples more. Regressions with a dispersion, thresholds, Student-t noise or several
             responses sample parameters, gates and coefficients together, without an approximation: ``method`` is then
             ``"auto"`` or ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
-        groups: the group of each feature, shape ``(p,)``: whole numbers from 0 on. A group has one gate, which opens or
-            closes all of its coefficients. None: each feature, and each categorical column, is one.
+        groups: the group of each feature, shape ``(p,)`` or by names as for ``rate``: whole numbers from 0 on. A group
+            has one gate, which opens or closes all of its coefficients. None: each feature, and each categorical
+            column, is one.
         random_state: an int makes fits reproducible; None takes fresh random numbers. Neither changes numpy's global
             generator.
         verbose: whether bars show the progress of what takes long.
@@ -82,7 +84,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         slab_scale_: posterior mean of the slab scale, for standardised features if these are standardised.
         rate_: posterior mean of the rate; the rates where features have their own.
         log_evidence_: log p(y) in nats, or its estimate; that of y without what an intercept and features with a flat
-            prior explain. NaN where coefficients are too far from normal, so that exact chains found the posterior.
+            prior explain. NaN where coefficients are so far from normal that it cannot be told.
         credible_sets_: groups of correlated features, one of which has an effect with probability .95 or more.
         draws_: joint draws in the units of the data; ``sample`` returns them by name.
         method_: the method that was used.

@@ -36,7 +36,8 @@ def exact_posterior(
     """Compute the posterior of a spike-and-slab regression by a sum over every subset of the features.
 
     For a Gaussian regression it is exact up to about 1e-4: unknown scales are integrated on a grid, an unknown rate in
-    closed form. For other families Laplace's approximation integrates the coefficients of each subset.
+    closed form. For other families Laplace's approximation integrates the coefficients of each subset; where these are
+    too far from normal, exact chains find the posterior.
 
     With ``standardize=False``, ``fit_intercept=False`` and rate, slab_scale and noise_scale given, the model is
     y ~ N(X beta, noise_scale^2), beta_j = z_j w_j, z_j ~ Bernoulli(rate), w_j ~ N(0, slab_scale^2).
