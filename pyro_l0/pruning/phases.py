@@ -74,7 +74,7 @@ class Training:
             after the cut, for the history.
         callbacks: are called after every epoch with its entry of the history.
         progress: whether to print every epoch to the standard error.
-        checkpoint: a file that is written after epochs, at most for a fiftieth of the time, with a SHA-256. The one
+        checkpoint: a file that is written after epochs, at most for a hundredth of the time, with a SHA-256. The one
             before stays as ``.previous``; during the run ``.lock`` says which process holds the file.
         resume: continue from that file, bit for bit, if it exists.
 
