@@ -9,6 +9,7 @@ import pytest
 from sklearn.base import clone
 
 from pyro_l0.selection import (
+    NeuralFeatureSelector,
     SpikeSlabClassifier,
     SpikeSlabCox,
     SpikeSlabMultiTaskRegressor,
@@ -183,3 +184,14 @@ def test_features_of_dates_and_durations():
             SpikeSlabPoissonRegressor().fit(frame, y)
         units = frame.assign(d=frame["d"].astype("int64"))
         assert np.isfinite(SpikeSlabRegressor(**KNOWN).fit(units, y).coef_).all()
+
+
+@pytest.mark.parametrize("method", ["predict", "transform", "score"])
+def test_a_network_refuses_other_columns(method):
+    """As the regressions do."""
+    frame, y = numbers([3, 1, 2, 0])
+    model = NeuralFeatureSelector(n_features=2, max_steps=5, random_state=0).fit(frame, y)
+    more = (y,) if method == "score" else ()
+    getattr(model, method)(frame, *more)
+    with pytest.raises(ValueError, match=r"Expected the columns \[3, 1, 2, 0\], in this order"):
+        getattr(model, method)(frame[[0, 1, 2, 3]], *more)
