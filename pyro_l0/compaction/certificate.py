@@ -23,6 +23,7 @@ from pyro_l0.compaction.calls import (
     with_noise,
 )
 from pyro_l0.nn.engine.record import copied, keep_state
+from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Certificate", "certify", "difference", "tolerance_of"]
 
@@ -89,7 +90,7 @@ def certify(
 ) -> Certificate:
     """Compare a smaller network with the one that it was made from, by default both in float64 if they accept it.
 
-    The gates of ``reference`` are fixed, and what ``small`` raises is passed on. By name of a parameter, ``indices``
+    The gates of ``reference`` are held, and what ``small`` raises is passed on. By name of a parameter, ``indices``
     are what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
     Gradients that differ by more than a tolerance are also compared beside the example. What a caller still needs is
     ``small`` alone, and not even that if ``outputs_only``.
@@ -105,6 +106,8 @@ def certify(
     outputs, gradients = compare.on(calls, expected, others)
     for network in pair:
         network.train()
+    for gate in gate_names(reference).values():
+        gate.eval()  # so that nothing is drawn
     calls = list(map(with_another_row, calls))
     try:
         expected = list(map(compare.expected, calls))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction.apply import apply_in_place, refuse_other_sizes, reset_running_means
-from pyro_l0.compaction.calls import Arguments, NoDropout, another_size, run, tensors
+from pyro_l0.compaction.calls import Arguments, NoDropout, another_size, held, run, tensors
 from pyro_l0.compaction.certificate import Certificate, certify, difference, tolerance_of
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.compaction.plan import (
@@ -39,7 +39,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def check_network(network: nn.Module, example: Example) -> list[Arguments]:
-    """Run a copy of a network on an example, whose calls are returned; refuse what would certify nothing."""
+    """Run a network on an example, whose calls are returned; refuse what would certify nothing."""
     expect(nn.Module, "a torch module", network=network)
     calls = calls_of(example)
     inputs = [x for call in calls for x in tensors(call)]
@@ -51,12 +51,9 @@ def check_network(network: nn.Module, example: Example) -> list[Arguments]:
     for name, parameter in network.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):  # each copy would draw its own
             raise ValueError(f"Expected a network that is ready, but {name!r} is lazy; call the network once.")
-    with torch.no_grad():
-        new = copied(network).eval()
-    for name, gate in gate_names(new).items():
-        gate.site_name, gate.is_reported = name, True  # so that a draw warns of nothing
-    for call in calls:
-        run(new, call)
+    with held(network, {}) as own, torch.no_grad():
+        for call in calls:
+            run(own, call)
     return calls
 
 
@@ -173,6 +170,7 @@ def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 class _Task:
     """What :func:`search` is asked for, on a copy of the network without what its modules keep for evaluation."""
 
+    own: nn.Module  # as it was given
     network: nn.Module
     gates: Mapping[str, Tensor]
     calls: Sequence[Arguments]
@@ -198,17 +196,18 @@ class _Task:
         like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
         gates = {site: gate if like.is_meta else gate.to(like.device) for site, gate in gates.items()}
         limit = tolerance_of(like.dtype) if tolerance is None else tolerance
-        return cls(copied(network).train(), gates, calls, limit, zeros=zeros, **flags)
+        return cls(network, copied(network).train(), gates, calls, limit, zeros=zeros, **flags)
 
     def cut(self, recording: Recording, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         """A certified network without units whose gates are closed; raises NotConstantError and CompactionError."""
+        with held(self.own, self.gates) as reference:
+            return self._cut(reference, recording, closed, folds)
+
+    def _cut(self, reference: nn.Module, recording: Recording, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         network, keep_gates = self.network, self.keep_gates
         with _refusing(NotConstantError):
             analysis = analyse(recording, closed, None if keep_gates else self.gates, folds, self.zeros)
             units = constant_units(network, analysis)
-            reference = fix_gates(network, self.gates).eval()
-            if any(parameter.is_meta for parameter in network.parameters()):
-                reference.to("meta")
             if keep_gates:
                 reset_running_means(reference, {path: tuple(x.tolist()) for path, x in analysis.zero_channels.items()})
             constants = layer_constants(reference, units, self.calls)
