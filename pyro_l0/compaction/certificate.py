@@ -22,7 +22,7 @@ from pyro_l0.compaction.calls import (
     with_another_row,
     with_noise,
 )
-from pyro_l0.nn.engine.record import copied, keep_state
+from pyro_l0.nn.engine.record import keep_state
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Certificate", "certify", "difference", "tolerance_of"]
@@ -92,10 +92,10 @@ def certify(
 
     The gates of ``reference`` are held, and what ``small`` raises is passed on. By name of a parameter, ``indices``
     are what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
-    Gradients that differ by more than a tolerance are also compared beside the example. What a caller still needs is
-    ``small`` alone, and not even that if ``outputs_only``.
+    Gradients that differ by more than a tolerance are also compared beside the example. Both networks are in evaluation
+    mode, and are changed.
     """
-    pair = _without_dropout(reference).eval(), _without_dropout(small if outputs_only else copied(small)).eval()
+    pair = _without_dropout(reference), _without_dropout(small)
     compare = _Comparison(*pair, indices, scales, tolerance)
     expect = partial(compare.expected, outputs_only=outputs_only)
     calls, expected = _of_calls(expect, calls, pair if in_float64 else ())
@@ -106,8 +106,8 @@ def certify(
     outputs, gradients = compare.on(calls, expected, others)
     for network in pair:
         network.train()
-    for gate in gate_names(reference).values():
-        gate.eval()  # so that nothing is drawn
+        for gate in gate_names(network).values():
+            gate.eval()  # so that nothing is drawn
     calls = list(map(with_another_row, calls))
     try:
         expected = list(map(compare.expected, calls))

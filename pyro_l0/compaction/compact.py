@@ -31,7 +31,7 @@ from pyro_l0.compaction.storage import Compacted
 from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, Recording, analyse, calls_of, record
 from pyro_l0.nn.engine.record import copied
-from pyro_l0.nn.fixed import check_gates, fix_gates
+from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
 
 _MOST_ROUNDING = 1e3  # tolerances
@@ -214,29 +214,24 @@ class _Task:
             plan = make_plan(network, recording, analysis, self.gates, constants, units, keep_gates)
             small = copied(network).eval()
             apply_in_place(small, plan, constants)
-        evaluated = self._fixed(small, plan) if keep_gates else small
         attributes = {path: dict(values) for path, values in plan.attributes.items()}
         for path, values in followed_sizes(network, analysis).items():
             attributes.setdefault(path, {}).update(values)
-        for each in (small, evaluated):
-            set_attributes(each, attributes)
-        sizes = None if self.is_trial else self._input_sizes(reference, evaluated, plan)
-        plan = replace(plan, attributes=attributes, input_sizes=sizes)
+        set_attributes(small, attributes)
+        with held(small, self._left(plan)) as evaluated:
+            sizes = None if self.is_trial else self._input_sizes(reference, evaluated, plan)
+            plan = replace(plan, attributes=attributes, input_sizes=sizes)
+            _check_used(network, recording, plan)
+            certificate = self._certify(reference, evaluated, plan)
         if plan.input_sizes is not None:
             refuse_other_sizes(small, plan.input_sizes)
-        _check_used(network, recording, plan)
-        certificate = self._certify(reference, evaluated, plan)
         _warn_unused(network, recording, analysis.shrunk)
         return Compacted(small, plan, certificate, reasons=analysis.reasons, removed=analysis.removed)
 
-    def _fixed(self, small: nn.Module, plan: Plan) -> nn.Module:
-        """The smaller network with fixed gates, which it still has."""
-        left = dict(self.gates)
-        for change in plan.changes.values():
-            left[change.site] = self.gates[change.site][list(change.units)]
-            if change.random and not change.units:
-                del left[change.site]
-        return fix_gates(small, left).eval()
+    def _left(self, plan: Plan) -> dict[str, Tensor]:
+        """The values of the gates that the smaller network still has."""
+        changes = [change for change in plan.changes.values() if change.random]
+        return self.gates | {change.site: self.gates[change.site][list(change.units)] for change in changes}
 
     def _input_sizes(self, reference: nn.Module, small: nn.Module, plan: Plan) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of the example's inputs if the smaller network is right for no others."""

@@ -547,7 +547,10 @@ _HOOKS = sorted(name for name in _TABLES if "hooks" in name)
 
 
 def _parts(x: Any) -> Iterable[Any]:
-    """What an object holds, as far as copies of it hold it too."""
+    """What an object holds, as far as copies of it hold it too; of modules without empty tables, such as of hooks."""
+    if isinstance(x, nn.Module):
+        kept = _kept(x)
+        return [v for name, v in vars(x).items() if (v if name in _TABLES else kept is None or kept.get(name) is v)]
     if isinstance(x, (Tensor, type, ModuleType)):
         return ()
     if isinstance(x, dict):
@@ -566,17 +569,16 @@ def _parts(x: Any) -> Iterable[Any]:
         return [x.func, x.args, x.keywords]
     if isinstance(x, weakref.ref):
         return [x()]
-    if not _is_plain_instance(x):
-        return [getattr(x, "__wrapped__", None)]
-    own, kept = vars(x), None
-    if type(x).__getstate__ is not object.__getstate__:
+    return vars(x).values() if _is_plain_instance(x) else [getattr(x, "__wrapped__", None)]
+
+
+def _kept(module: nn.Module) -> dict[str, Any] | None:
+    """The attributes that a module says its copies have; None if it does not say."""
+    if type(module).__getstate__ is not object.__getstate__:
         with suppress(Exception):  # a parametrised module refuses
-            kept = x.__getstate__()
-    return own.values() if kept is None else [v for name, v in own.items() if name in _TABLES or _has(kept, name, v)]
-
-
-def _has(state: object, name: str, value: object) -> bool:
-    return not isinstance(state, dict) or state.get(name) is value
+            state = module.__getstate__()
+            return state if isinstance(state, dict) else None
+    return None
 
 
 def _is_plain_instance(x: Any) -> bool:
