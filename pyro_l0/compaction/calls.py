@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,7 +24,9 @@ from pyro_l0.nn.gate import GateLayer, check_units, gate_names
 __all__ = [
     "Arguments",
     "NoDropout",
+    "SharedModuleError",
     "another_size",
+    "apart_from",
     "held",
     "is_constant",
     "largest",
@@ -95,6 +98,29 @@ def _multiply(gate: GateLayer, site: str, value: Tensor, x: Tensor | None = None
     dim = gate.dim if dim is None else dim
     check_units(x, gate.size, dim, site)
     return multiply_along(x, value.to(x.device), dim)
+
+
+class SharedModuleError(ValueError):
+    """A network calls a module of the one that it is a copy of."""
+
+
+@contextmanager
+def apart_from(network: nn.Module) -> Iterator[None]:
+    """A context in which nobody may call the modules of a network."""
+    paths = {module: path for path, module in network.named_modules()}
+
+    def refuse(module: nn.Module, args: object) -> None:
+        if module in paths:
+            raise SharedModuleError(
+                f"Expected a network whose copies call modules of their own, but {paths[module]!r} of the original is "
+                "called; reach it by an attribute of the module that calls it."
+            )
+
+    handle = module_hooks.register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def tensors(result: object) -> list[Tensor]:

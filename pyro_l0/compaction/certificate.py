@@ -8,11 +8,14 @@ from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.compaction.apply import Indices, cut, named_tensors
 from pyro_l0.compaction.calls import (
     Arguments,
+    apart_from,
+    held,
     largest,
     normal_numbers,
     random_calls,
@@ -25,7 +28,7 @@ from pyro_l0.compaction.calls import (
 from pyro_l0.nn.engine.record import keep_state
 from pyro_l0.nn.gate import gate_names
 
-__all__ = ["Certificate", "certify", "difference", "tolerance_of"]
+__all__ = ["Certificate", "certify", "difference", "refuse_another", "tolerance_of"]
 
 _RANDOM = 1e-6  # a difference that rounding does not make
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
@@ -119,6 +122,47 @@ def certify(
     return Certificate(outputs, gradients, *in_training)
 
 
+def refuse_another(
+    network: nn.Module, other: nn.Module, calls: Sequence[Arguments], tolerance: float, in_float64: bool = True
+) -> None:
+    """Refuse a network that was made from copies of a user's and has other outputs, both with their gates open.
+
+    The ValueError names the first module whose output differs.
+    """
+    with held(network, {}) as own, held(other, {}) as new:
+        found = certify(own, new, calls, {}, {}, outputs_only=True, in_float64=in_float64)
+    if found <= tolerance:
+        return
+    with held(network, {}) as own, held(other, {}) as new:
+        pairs = [(_of_modules(own, call), _of_modules(new, call)) for call in map(with_another_row, calls)]
+    apart = (
+        path
+        for expected, got in pairs
+        for path, outputs in expected.items()
+        if difference(outputs, got.get(path, outputs))[0] not in (0.0, math.inf)
+    )
+    raise ValueError(
+        f"Expected a network whose copies compute the same, but one differs by {found:.1e} of the largest output, first "
+        f"behind {next(apart, '')!r}; keep all that this module reads in attributes that copy.deepcopy copies."
+    )
+
+
+def _of_modules(network: nn.Module, call: Arguments) -> dict[str, list[Tensor]]:
+    """By path, what the modules of a network return first."""
+    paths, found = {module: path for path, module in network.named_modules()}, dict[str, list[Tensor]]()
+
+    def note(module: nn.Module, args: object, result: object) -> None:
+        if module in paths:
+            found.setdefault(paths[module], [x.detach().clone() for x in tensors(result)])
+
+    handle = module_hooks.register_module_forward_hook(note)
+    try:
+        run(network, call)
+    finally:
+        handle.remove()
+    return found
+
+
 _Expected = tuple[list[Tensor], tuple[dict[str, Tensor], float] | None]
 """Outputs, and gradients of what is left of each parameter with the largest of the whole; None without gradients."""
 
@@ -140,7 +184,8 @@ class _Comparison:
                 expected = run(self.reference, call)
             except Exception:  # random inputs or another number of rows
                 continue
-            apart, scale = difference(expected, run(self.small, call))
+            with apart_from(self.reference):
+                apart, scale = difference(expected, run(self.small, call))
             if math.isfinite(scale):
                 found.append((apart, scale))
         return found

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction.apply import apply_in_place, refuse_other_sizes, reset_running_means
-from pyro_l0.compaction.calls import Arguments, NoDropout, another_size, held, run, tensors
-from pyro_l0.compaction.certificate import Certificate, certify, difference, tolerance_of
+from pyro_l0.compaction.calls import Arguments, NoDropout, SharedModuleError, another_size, held, run, tensors
+from pyro_l0.compaction.certificate import Certificate, certify, difference, refuse_another, tolerance_of
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.compaction.plan import (
     NotConstantError,
@@ -120,17 +121,17 @@ def search(
         except CompactionError as error:
             first = first or error
     assert first is not None
+    if not is_trial:  # perhaps the copies differ from the network before anything is cut
+        refuse_another(network, task.network, task.calls, task.tolerance, in_float64)
     raise first
 
 
-def refusal(
-    network: nn.Module, gates: Mapping[str, Tensor], example: Example, zeros: Set[str] = frozenset()
-) -> str | None:
-    """Why a network can't be cut by some values of its gates; None if it can. Gradients are not compared."""
+def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example, **options: Any) -> str | None:
+    """Why a network can't be cut by some values of its gates; None if it can. By default outputs alone are compared."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            search(network, gates, example, is_trial=True, zeros=zeros)
+            search(network, gates, example, **{"is_trial": True, **options})
     except Exception as error:  # of any kind, as the network's own code raises some
         return str(error) or type(error).__name__
     return None
@@ -260,6 +261,8 @@ class _Task:
         try:
             flags = self.tolerance, self.is_trial, self.in_float64
             found = certify(reference, small, self.calls, remaining, factors, *flags)
+        except SharedModuleError:
+            raise
         except Exception as error:
             own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
             at = f"line {own[-1].lineno} of {Path(own[-1].filename).name} ({own[-1].line})" if own else "it"
