@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -15,7 +16,16 @@ from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example, Recording, Value, calls_of, record
 from pyro_l0.nn.gate import check_given, gate_names
 
-__all__ = ["Calls", "ModuleCall", "containing", "follow_calls", "record_called", "record_example", "refuse_computed"]
+__all__ = [
+    "Calls",
+    "ModuleCall",
+    "containing",
+    "follow_calls",
+    "record_called",
+    "record_example",
+    "refuse_computed",
+    "refuse_wrapped",
+]
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,7 @@ class Calls:
 def follow_calls(network: nn.Module, example: Example) -> Calls:
     """Record a network and the calls of its modules."""
     check_given(network)
+    refuse_wrapped(network)
     seen: list[tuple[nn.Module, Tensor | None, object, str, int]] = []
     begun: list[object] = []  # calls of the whole network
     makers: dict[int, str] = {}
@@ -108,14 +119,30 @@ def _hidden(module: nn.Module, result: Any) -> object:
     return result[0] if isinstance(module, nn.LSTM | nn.LSTMCell) else result
 
 
+def refuse_wrapped(network: nn.Module) -> None:
+    """Refuse what is around a network, or was made of it, and say what to give instead."""
+    inner = "_orig_mod" if hasattr(network, "_orig_mod") else "module"  # of torch.compile and of data parallelism
+    if inner == "_orig_mod" or isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"Expected the network itself, but got a {type(network).__name__} around it; give network.{inner}."
+        )
+    if isinstance(network, torch.jit.ScriptModule):
+        raise TypeError(
+            f"Expected a network of Python code, but got a {type(network).__name__}; give the module that was scripted "
+            "or traced, and script what compact makes of it."
+        )
+
+
 def refuse_computed(network: nn.Module) -> None:
     """Refuse modules of which a hook computes a weight, as ``spectral_norm``: all of its units have to stay."""
     for path, module in network.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not module._parameters.keys().isdisjoint((f"{name}_orig", f"{name}_v")):
+                how = "remove_weight_norm" if f"{name}_v" in module._parameters else "remove_spectral_norm"
+                how = "prune.remove" if f"{name}_mask" in module._buffers else how
                 raise ValueError(
-                    f"Expected modules that hold parameters and buffers, but {name!r} of {path!r} was computed, as by "
-                    "torch.nn.utils.spectral_norm; remove that first, by remove_spectral_norm or remove_weight_norm."
+                    f"Expected modules that hold parameters and buffers, but {name!r} of {path!r} was computed by a "
+                    f"hook; call torch.nn.utils.{how}(network.get_submodule({path!r}), {name!r}) first."
                 )
 
 
