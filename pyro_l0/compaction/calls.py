@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from types import CellType
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_l0.fast.products import multiply_along
 from pyro_l0.nn.engine.record import keep_state
-from pyro_l0.nn.gate import GateLayer, check_units, gate_names
 
 __all__ = [
     "Arguments",
     "NoDropout",
-    "SharedModuleError",
     "another_size",
-    "apart_from",
-    "held",
     "is_constant",
     "largest",
     "normal_numbers",
@@ -63,64 +53,6 @@ def run_in_place(network: nn.Module, call: Arguments, seed: int = _SEED) -> list
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         return tensors(network(*args, **kwargs))
-
-
-@contextmanager
-def held(network: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """A network itself in evaluation mode, with gates at given values, or open, and with copies of its tensors.
-
-    Afterwards it is as it was: its tensors are the same, and so is what modules, hooks and closures hold.
-    """
-    with keep_state(network) as holders:
-        memo: dict[int, Any] = {}
-        with torch.no_grad():
-            own = (*network.parameters(), *network.buffers())
-            new = {id(x): copy.deepcopy(x if x.is_leaf else x.detach(), memo) for x in own}
-
-        def swapped(x: Any) -> Any:
-            return tree_map_only(Tensor, lambda y: new.get(id(y), y), x) if isinstance(x, (Tensor, tuple)) else x
-
-        for holder, before in holders:
-            if isinstance(holder, dict):
-                holder.update({name: swapped(x) for name, x in before.items() if isinstance(x, (Tensor, tuple))})
-            elif isinstance(holder, list):
-                holder[:] = map(swapped, before)
-            elif isinstance(holder, CellType):
-                holder.cell_contents = swapped(before)
-        for site, gate in gate_names(network).items():
-            vars(gate)["forward"] = partial(_multiply, gate, site, gates.get(site, torch.ones(gate.size)))
-        yield network.eval()
-
-
-def _multiply(gate: GateLayer, site: str, value: Tensor, x: Tensor | None = None, dim: int | None = None) -> Tensor:
-    if x is None:
-        return value
-    dim = gate.dim if dim is None else dim
-    check_units(x, gate.size, dim, site)
-    return multiply_along(x, value.to(x.device), dim)
-
-
-class SharedModuleError(ValueError):
-    """A network calls a module of the one that it is a copy of."""
-
-
-@contextmanager
-def apart_from(network: nn.Module) -> Iterator[None]:
-    """A context in which nobody may call the modules of a network."""
-    paths = {module: path for path, module in network.named_modules()}
-
-    def refuse(module: nn.Module, args: object) -> None:
-        if module in paths:
-            raise SharedModuleError(
-                f"Expected a network whose copies call modules of their own, but {paths[module]!r} of the original is "
-                "called; reach it by an attribute of the module that calls it."
-            )
-
-    handle = module_hooks.register_module_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def tensors(result: object) -> list[Tensor]:

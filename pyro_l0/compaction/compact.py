@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction.apply import apply_in_place, refuse_other_sizes, reset_running_means
-from pyro_l0.compaction.calls import Arguments, NoDropout, SharedModuleError, another_size, held, run, tensors
+from pyro_l0.compaction.calls import Arguments, NoDropout, another_size, run, tensors
 from pyro_l0.compaction.certificate import Certificate, certify, difference, refuse_another, tolerance_of
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.compaction.plan import (
@@ -31,7 +31,7 @@ from pyro_l0.compaction.plan import (
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, Recording, analyse, calls_of, record
-from pyro_l0.nn.engine.record import copied
+from pyro_l0.nn.engine.record import copied, held
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
 
@@ -232,7 +232,7 @@ class _Task:
     def _left(self, plan: Plan) -> dict[str, Tensor]:
         """The values of the gates that the smaller network still has."""
         changes = [change for change in plan.changes.values() if change.random]
-        return self.gates | {change.site: self.gates[change.site][list(change.units)] for change in changes}
+        return {**self.gates} | {change.site: self.gates[change.site][list(change.units)] for change in changes}
 
     def _input_sizes(self, reference: nn.Module, small: nn.Module, plan: Plan) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of the example's inputs if the smaller network is right for no others."""
@@ -261,8 +261,6 @@ class _Task:
         try:
             flags = self.tolerance, self.is_trial, self.in_float64
             found = certify(reference, small, self.calls, remaining, factors, *flags)
-        except SharedModuleError:
-            raise
         except Exception as error:
             own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
             at = f"line {own[-1].lineno} of {Path(own[-1].filename).name} ({own[-1].line})" if own else "it"

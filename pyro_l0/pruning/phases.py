@@ -325,7 +325,9 @@ def held_norms(network: nn.Module) -> set[nn.Module]:
     """The BatchNorm layers that the network's own ``train`` holds in evaluation mode, with their running statistics."""
     modes = {module: module.training for module in network.modules()}
     network.train()
-    held = {m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and not m.training}
+    held: set[nn.Module] = {
+        m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and not m.training
+    }
     for module, training in modes.items():
         module.training = training
     return held

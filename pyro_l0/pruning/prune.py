@@ -18,7 +18,7 @@ from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.target.budget import Cost, read_budgets
 from pyro_l0.nn import NetworkCost, fix_gates
-from pyro_l0.nn.calls import record_example, refuse_computed, refuse_wrapped
+from pyro_l0.nn.calls import record_example, refuse_computed, refuse_idle, refuse_wrapped
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import GateLayer, gate_names
@@ -137,7 +137,7 @@ def prune(
     gated = put_gates(given, example, gates, costs.suffice)
     at_home = tree_map_only(Tensor, lambda x: x.to(home), calls_of(example))
     refuse_another(network, gated.network.to(home), at_home, tolerance_of(torch.get_default_dtype()))
-    gated.network.to(device)
+    refuse_idle(gated.network.to(device), example)
     called = {name.rpartition(".")[0] for name in record_example(given, example).named}
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
 

@@ -23,10 +23,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pyro_l0.fast.products import multiply_along
 from pyro_l0.nn.engine.sizes import KNOWN, Comparison, Dimension, Held, Notes, follow_integers, note_sizes
 from pyro_l0.nn.gate import GateLayer, check_units, gate_names
 
-__all__ = ["WRITE", "Call", "Example", "Operation", "Recording", "Value", "calls_of", "copied", "keep_state", "record"]
+__all__ = [
+    "WRITE",
+    "Call",
+    "Example",
+    "Operation",
+    "Recording",
+    "Value",
+    "calls_of",
+    "copied",
+    "held",
+    "keep_state",
+    "record",
+    "tensors",
+]
 
 
 WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
@@ -190,7 +204,7 @@ def _record(network: nn.Module, example: Example, with_training: bool, recorder:
             inputs = [recorder.keep(x, is_input=True) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             with recorder, _WholeCalls(recorder):
                 result = network(*args, **kwargs)
-            outputs = [recorder.value_of(x) for x in _tensors(result)]
+            outputs = [recorder.value_of(x) for x in tensors(result)]
             if not outputs:
                 raise ValueError(
                     "Expected a network that returns a tensor, or a tuple, dict or dataclass of tensors, but got a "
@@ -492,7 +506,8 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _tensors(result: object) -> list[Tensor]:
+def tensors(result: object) -> list[Tensor]:
+    """The tensors that a network returned."""
     if hasattr(result, "to_tuple"):
         result = result.to_tuple()
     if isinstance(result, Tensor):
@@ -502,7 +517,7 @@ def _tensors(result: object) -> list[Tensor]:
     if isinstance(result, Mapping):
         result = list(result.values())
     if isinstance(result, (tuple, list)):
-        return [tensor for x in result for tensor in _tensors(x)]
+        return [tensor for x in result for tensor in tensors(x)]
     return []
 
 
@@ -588,7 +603,7 @@ def _is_plain_instance(x: Any) -> bool:
     if isinstance(x, (type, Tensor, FunctionType, ModuleType)):
         return False
     kind = type(x)
-    is_plain = (kind.__reduce_ex__, kind.__reduce__) == (object.__reduce_ex__, object.__reduce__)
+    is_plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
     return is_plain and hasattr(x, "__dict__") and not hasattr(kind, "__deepcopy__")
 
 
@@ -640,6 +655,41 @@ def _give_back(held: Iterable[tuple[Any, Any]]) -> None:
             holder.clear()
         if before:  # some containers refuse every change
             (holder.extend if isinstance(holder, list) else holder.update)(before)
+
+
+@contextmanager
+def held(network: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """A network itself in evaluation mode, with gates at given values, or open, and with copies of its tensors.
+
+    Afterwards it is as it was: its tensors are the same, and so is what modules, hooks and closures hold.
+    """
+    with keep_state(network) as holders:
+        memo: dict[int, Any] = {}
+        with torch.no_grad():
+            own = (*network.parameters(), *network.buffers())
+            new = {id(x): copy.deepcopy(x if x.is_leaf else x.detach(), memo) for x in own}
+
+        def swapped(x: Any) -> Any:
+            return tree_map_only(Tensor, lambda y: new.get(id(y), y), x) if isinstance(x, (Tensor, tuple)) else x
+
+        for holder, before in holders:
+            if isinstance(holder, dict):
+                holder.update({name: swapped(x) for name, x in before.items() if isinstance(x, (Tensor, tuple))})
+            elif isinstance(holder, list):
+                holder[:] = map(swapped, before)
+            elif isinstance(holder, CellType):
+                holder.cell_contents = swapped(before)
+        for site, gate in gate_names(network).items():
+            vars(gate)["forward"] = partial(_multiply, gate, site, gates.get(site, torch.ones(gate.size)))
+        yield network.eval()
+
+
+def _multiply(gate: GateLayer, site: str, value: Tensor, x: Tensor | None = None, dim: int | None = None) -> Tensor:
+    if x is None:
+        return value
+    dim = gate.dim if dim is None else dim
+    check_units(x, gate.size, dim, site)
+    return multiply_along(x, value.to(x.device), dim)
 
 
 class _Detached(TorchFunctionMode):
@@ -711,7 +761,7 @@ def _fill(function: FunctionType, memo: dict[int, Any], parts: Set[int]) -> None
         for content in _parts(cell):
             other.cell_contents = new_of(content)
     update_wrapper(new, function, updated=())
-    del new.__wrapped__
+    vars(new).clear()  # of the mark of a wrapper
     new.__defaults__, new.__kwdefaults__ = new_of(function.__defaults__), new_of(function.__kwdefaults__)
     vars(new).update({name: new_of(x) for name, x in vars(function).items()})
 
