@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
 from pyro_l0.infer.guides.mean_field import Layout
-from pyro_l0.infer.log_density import POINTS, Point, check_target, trace_at
-from pyro_l0.infer.record import Site, draws_rows, is_deterministic
+from pyro_l0.infer.log_density import POINTS, Point, check_repeats, check_target, trace_at
+from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.infer.runs import is_scaled, log_prob, sample_sites, seeded
 from pyro_l0.maths.backend import Context, apply
@@ -128,6 +128,7 @@ class LogJoint:
                 f"{self.binary.size} at {sorted(self.binary.shapes)}. Use gates that a sampler moves, such as "
                 "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab instead."
             )
+        check_repeats(self._model, {name: values[name] for name in (*self.latent.shapes, *self.binary.shapes)})
         self.codes = _codes(self.binary.size, self.start)
         self._vectorises = self._check_vectorised()
         self._check_density()
@@ -229,9 +230,7 @@ class _At(Messenger):
         self.values: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
-        if site_is_subsample(msg):
-            return _refuse_random_data(msg)
-        if msg["is_observed"]:
+        if site_is_subsample(msg) or msg["is_observed"]:
             return
         msg["value"] = given = self._given[msg["name"]]
         if msg["name"] not in self._binary:
@@ -248,14 +247,6 @@ class _At(Messenger):
             self.values[msg["name"]] = msg["value"]
         if not fixed:
             self.log_prob = self.log_prob + log_prob(msg).sum()
-
-
-def _refuse_random_data(plate: Site) -> None:
-    if plate["value"] is None and draws_rows(plate):
-        raise ValueError(
-            f"Expected a model of all its data, but plate {plate['name']!r} draws {plate['fn'].subsample_size} of "
-            f"{plate['fn'].size} anew in every run. Leave subsample_size out."
-        )
 
 
 def _checked_run(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Site]:
