@@ -210,7 +210,7 @@ class LogJoint:
         """Log densities with respect to the values of the sites, shape ``(n,)``."""
         vectors, codes, jacobians = [], [], []
         for point in points:
-            sites = trace_at(self._model, point).nodes
+            sites: dict[str, Site] = trace_at(self._model, point).nodes
             transforms = {name: biject_to(sites[name]["fn"].support) for name in self.latent.shapes}
             reals = {name: transform.inv(point[name]) for name, transform in transforms.items()}
             vectors.append(torch.cat([self.start[:0], *(x.reshape(-1) for x in reals.values())]))

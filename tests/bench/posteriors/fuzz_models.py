@@ -315,11 +315,11 @@ def by_log_joint(case: Case) -> float:
 
 
 def by_sample_posterior(case: Case) -> float:
-    """Short chains, to within .12."""
+    """Short chains, to within .12; where they warn that they disagree, which is in words, to within .3."""
     options = {"num_samples": 150, "warmup_steps": 80, "num_chains": 2}
     found = sample_posterior(case, slab=case.slab, seed=0, **options)  # type: ignore[arg-type]
     probs = {name: x for name, x in found.active_probs().items() if name in case.probs_by_site()}
-    return _apart(probs, case, 0.12)
+    return _apart(probs, case, 0.12 if found.ok else 0.3)
 
 
 METHODS: dict[str, Check] = {

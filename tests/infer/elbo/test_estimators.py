@@ -317,6 +317,6 @@ def test_every_particle_has_its_own_draw_of_all_latents(name):
         pyro.sample("b", dist.Normal(torch.zeros((), requires_grad=True), 1.0))
 
     pyro.set_rng_seed(0)
-    elbo, steps = L0_ELBO("free_energy", estimator=name, num_particles=8), 400
+    elbo, steps = L0_ELBO("free_energy", estimator=name, num_particles=8), 200
     losses = torch.stack([elbo.differentiable_loss(model, guide).detach() for _ in range(steps)])
-    assert losses.var() * 8 == pytest.approx(0.5, abs=5 * 0.5 * math.sqrt(2.9 / steps))  # kurtosis of a mean of eight
+    assert losses.var() * 8 == pytest.approx(0.5, abs=5 * 0.5 * math.sqrt(3.5 / steps))  # the kurtosis is 3 + 12 / 8
