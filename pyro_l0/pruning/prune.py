@@ -54,9 +54,9 @@ def prune(
 
     Gates go where a closed one makes the network smaller: behind units that only their own layers read, and on the
     heads of attention. They train with the weights by the L0 objective under a :class:`~pyro_l0.infer.SparsityTarget`,
-    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed, and the
-    smaller network is fine-tuned. Give at least some hundreds of steps; more epochs are better. Usually nothing else
-    needs tuning.
+    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed but where the
+    network's ``train`` holds them in evaluation mode, and the smaller network is fine-tuned. Give at least some hundreds
+    of steps; more epochs are better. Usually nothing else needs tuning.
 
     Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
     are averaged, and all processes return the same network.
@@ -92,9 +92,9 @@ def prune(
         The smaller network, with a report, a certificate and the history of the run.
 
     Raises:
-        ValueError: there is no insertion point for a gate, the budget is below the cost of one unit per site, an
-            argument is out of range, or the checkpoint is damaged, was changed, is of another run or held by another
-            process.
+        ValueError: the network can't be copied, a gate changes no output, there is no insertion point for one, the
+            budget is below the cost of one unit per site, an argument is out of range, or the checkpoint is damaged,
+            was changed, is of another run or held by another process.
         TypeError: an argument or the loss has the wrong type.
         FileExistsError: the checkpoint exists, and the training does not resume.
         FileNotFoundError: the checkpoint's folder does not exist.
