@@ -130,8 +130,9 @@ def check_model(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs
         latent = [name for name, site in sites.items() if is_drawn(site) and not site["is_observed"]]
         if not mapped:
             return torch.stack([density({name: point[name] for name in latent}) for point in points])
+        stacked = {name: torch.stack([point[name] for point in points]) for name in latent}
         with pyro.validation_enabled(False):
-            found: Tensor = torch.vmap(density)({name: torch.stack([x[name] for x in points]) for name in latent})
+            found: Tensor = torch.vmap(density, randomness="different")(stacked)
         return found
 
     advice = "Let no code of the model depend on how many dimensions its draws have, and write into no tensor in place."
@@ -285,7 +286,7 @@ def check_fit(
 def _by_chains(
     model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, probs: dict[str, Tensor], chains: int, flips: int
 ) -> tuple[dict[str, Tensor], bool]:
-    """P(z != 0) by chains, from the guide's, and whether these hold latents at their means whose uncertainty matters."""
+    """P(z != 0) by chains, and whether these hold latents at their means whose uncertainty matters."""
     drawn = guide.draws(chains)
     expansions = guide.expansions(model, args, kwargs, drawn)
     collapsed, log_likelihood = at_mean = next(expansions)
