@@ -45,7 +45,10 @@ def check_repeats(model: Model, point: Point) -> None:
         drawn = (
             f"that of {', '.join(map(repr, moved))} is not: something is drawn that is no site. Draw it by pyro.sample."
         )
-        part = "draws a part of the data anew. Leave subsample_size out, or hand the part on by subsample=..."
+        part = (
+            "draws a part of the data anew. Leave subsample_size out, hand the part on by subsample=..., or fit a mean "
+            "field, AutoSpikeSlab(model, slab), to it."
+        )
         raise ValueError(
             "Expected a model whose log joint is the same in every run at the same values of its sites, but "
             f"{f'plate {rows[0]!r} {part}' if rows else drawn}"
