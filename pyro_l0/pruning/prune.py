@@ -54,9 +54,9 @@ def prune(
 
     Gates go where a closed one makes the network smaller: behind units that only their own layers read, and on the
     heads of attention. They train with the weights by the L0 objective under a :class:`~pyro_l0.infer.SparsityTarget`,
-    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed (but not those
-    that the network's ``train`` holds in evaluation mode), and the smaller network is fine-tuned. Give at least some
-    hundreds of steps; more epochs are better. Usually nothing else needs tuning.
+    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed (but not
+    those that the network's ``train`` holds in evaluation mode), and the smaller network is fine-tuned. Give at least
+    some hundreds of steps; more epochs are better. Usually nothing else needs tuning.
 
     Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
     are averaged, and all processes return the same network.
