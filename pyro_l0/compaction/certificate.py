@@ -121,7 +121,7 @@ def certify(
 
 
 def refuse_another(
-    network: nn.Module, other: nn.Module, calls: Sequence[Arguments], tolerance: float, in_float64: bool = True
+    network: nn.Module, other: nn.Module, calls: Sequence[Arguments], tolerance: float | None, in_float64: bool = True
 ) -> None:
     """Refuse a network, made from copies of a user's, that calls its modules or has other outputs, with open gates.
 
@@ -133,7 +133,8 @@ def refuse_another(
         expected, got = (_of_modules(each, with_another_row(calls[0])) for each in (own, new))
     paths, others = {module: path for path, module in network.named_modules()}, dict(other.named_modules())
     shared = [paths[module] for module in got if module in paths]
-    if found <= tolerance and not shared:
+    like = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    if found <= (tolerance_of(like) if tolerance is None else tolerance) and not shared:
         return
     same = {module: got.get(others[path], []) for module, path in paths.items() if path in others}
     apart = [paths[x] for x in expected if x in same and difference(expected[x], same[x])[0] not in (0.0, math.inf)]
