@@ -44,7 +44,10 @@ def check_repeats(model: Model, point: Point) -> None:
     if rows or moved:
         how = "Draw it by pyro.sample, hide no site by poutine.block, and sum out what is discrete."
         drawn = f"that of {', '.join(map(repr, moved))} is not: something is drawn that is no site. {how}"
-        part = "draws a part of the data anew. Leave subsample_size out, or hand the part on by subsample=..."
+        part = (
+            "draws a part of the data anew. Leave subsample_size out, hand the part on by subsample=..., or fit a mean "
+            "field, AutoSpikeSlab(model, slab), to it."
+        )
         raise ValueError(
             "Expected a model whose log joint is the same in every run at the same values of its sites, but "
             f"{f'plate {rows[0]!r} {part}' if rows else drawn}"
