@@ -186,7 +186,7 @@ def test_more_gates_than_are_summed_out():
 
 
 def test_rows_that_are_drawn_anew():
-    """They are left out, or given, and then taken."""
+    """They are left out, given, or left to a mean field."""
 
     def model(**rows):
         b = coefficients()
@@ -194,15 +194,17 @@ def test_rows_that_are_drawn_anew():
             pyro.sample("y", dist.Normal(b @ X[i].mT, 1.6), obs=Y[i])
 
     drawn = lambda: model(subsample_size=5)  # noqa: E731
-    with pytest.raises(ValueError, match=r"Leave subsample_size out, or hand the part on by subsample=\.\.\."):
+    ways = r"Leave subsample_size out, hand the part on by subsample=\.\.\., or fit a mean field, AutoSpikeSlab"
+    with pytest.raises(ValueError, match=ways):
         AutoSpikeSlab(drawn, SLAB, **CORRELATED)()
-    with pytest.raises(ValueError, match=r"Leave subsample_size out\."):
+    with pytest.raises(ValueError, match="Leave subsample_size out"):
         sample_posterior(drawn)
-    for rows in ({}, {"subsample": torch.arange(10)}):
-        program = lambda rows=rows: model(**rows)  # noqa: E731
-        AutoSpikeSlab(program, SLAB, **CORRELATED)()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of so few steps
+        assert fit(drawn, AutoSpikeSlab(drawn, SLAB), steps=5, seed=0, num_particles=4).losses
+        for rows in ({}, {"subsample": torch.arange(10)}):
+            program = lambda rows=rows: model(**rows)  # noqa: E731
+            AutoSpikeSlab(program, SLAB, **CORRELATED)()
             sample_posterior(program, seed=0, num_samples=8, warmup_steps=5, num_chains=2)
 
 
