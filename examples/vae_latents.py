@@ -158,7 +158,7 @@ class Vae(nn.Module):
             z = q.sample((2,))
             cost = self.cost(z, x)
             return cost.mean() + kl + leave_one_out(cost, q.log_prob(z).sum(-1), temper=1.0) / len(x)
-        found, surrogate = self.estimators(lambda z: Evaluation({}, self.cost(z["z"], x)), {"z": q}, draws=1)
+        found, surrogate = self.estimators(lambda z: Evaluation({}, self.cost(z["z"], x)), {"z": q})
         return torch.stack([evaluation.cost for evaluation in found]).mean() + kl + surrogate.mean()
 
 

@@ -113,6 +113,14 @@ def is_drawn(site: Site) -> bool:
     return site["type"] == "sample" and not site_is_subsample(site)
 
 
+def draws_rows(site: Site) -> bool:
+    """Whether a site is that of a plate which takes a part of its rows, anew in every run."""
+    if site["type"] != "sample" or not site_is_subsample(site):
+        return False
+    size = site["fn"].subsample_size
+    return size is not None and size < site["fn"].size
+
+
 def is_likelihood(site: Site) -> bool:
     """Whether a recorded site scores data: it is observed, or a factor."""
     return is_drawn(site) and bool(site["is_observed"]) and not is_deterministic(site)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import pyro
 import torch
-from pyro.distributions import Unit
+from pyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, Normal, TorchDistribution, Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pyro_l0.distributions.gate import find_gate
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.gate import find_gate, innermost
 from pyro_l0.expect import expect
 from pyro_l0.infer.record import Record, Site, is_drawn, is_likelihood, sole_record
 from pyro_l0.infer.slabs import JointSample
@@ -154,6 +155,70 @@ def log_prob(site: Site) -> Tensor:
     log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
     scaled: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"])
     return scaled
+
+
+def own_scale(site: Site) -> float | Tensor:
+    """What multiplies a site's log density beside the scale of subsampled plates; a mask counts as 0 and 1.
+
+    It has the shape of what is innermost in a distribution, whose own masks count too, or broadcasts against it.
+    """
+    mask, fn = site["mask"], site["fn"]
+    scale: float | Tensor = site["scale"] / _plate_scale(site)
+    scale = scale if mask is None else scale * torch.as_tensor(mask).to(torch.get_default_dtype())
+    while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
+        if isinstance(fn, Independent) and isinstance(scale, Tensor):
+            scale = scale.reshape(scale.shape + (1,) * fn.reinterpreted_batch_ndims)
+        elif isinstance(fn, MaskedDistribution):
+            scale = scale * torch.as_tensor(fn._mask).to(torch.get_default_dtype())
+        fn = fn.base_dist
+    return scale
+
+
+def _plate_scale(site: Site) -> float:
+    scale = 1.0
+    for frame in reversed(site["cond_indep_stack"]):  # in the order in which Pyro's plates multiply
+        scale = scale * (frame.full_size or frame.size) / frame.size
+    return scale
+
+
+def is_scaled(site: Site) -> bool:
+    """Whether a site's log density is multiplied by anything beside the scale of subsampled plates."""
+    scale = own_scale(site)
+    return bool((scale != 1).any()) if isinstance(scale, Tensor) else scale != 1
+
+
+def without_scales(sites: Mapping[str, Site], slabs: Collection[str]) -> dict[str, Site]:
+    """A model's sites, with the priors that scales and masks make of those of latent gates and normal variables.
+
+    A density to a power is another density times a number, which is a factor of its own here. Other latents keep their
+    scales; refuses slabs and gates that would.
+    """
+    found = dict(sites)
+    for name, site in sites.items():
+        if not is_drawn(site) or site["is_observed"] or not is_scaled(site):
+            continue
+        prior, power = innermost(site["fn"]), torch.as_tensor(own_scale(site))
+        if isinstance(prior, BernoulliGate):
+            new: TorchDistribution = BernoulliGate(logits=power * prior.logits, validate_args=False)
+            log_norm = torch.logaddexp(power * prior.log_prob_zero, power * prior.log_prob_one)
+        elif isinstance(prior, Normal) and bool((power > 0).all()):
+            new = Normal(prior.loc, prior.scale / power.sqrt(), validate_args=False)
+            log_norm = 0.5 * ((1 - power) * (2 * math.pi * prior.scale.square()).log() - power.log())
+        elif name in slabs or find_gate(prior) is not None:
+            what, wanted = ("slab", "Normal") if name in slabs else ("gate", "BernoulliGate")
+            raise ValueError(
+                f"Expected {what} site {name!r} under a scale or a mask to have a {wanted} prior that is proper, but "
+                f"got {site['fn']} times {power.tolist()}. State the prior that is meant in the model, without a scale "
+                "or a mask around it; masks of observations may stay."
+            )
+        else:
+            continue
+        shape, plates = site["fn"].batch_shape + site["fn"].event_shape, {"scale": _plate_scale(site), "mask": None}
+        found[name] = {**site, **plates, "fn": new.expand(shape).to_event(site["fn"].event_dim)}
+        number = Unit(log_norm.expand(shape).sum(), validate_args=False)
+        of_number = {"fn": number, "value": number.sample(), "is_observed": True, "cond_indep_stack": (), "infer": {}}
+        found[f"{name}, normaliser"] = {**site, **plates, **of_number, "name": f"{name}, normaliser"}
+    return found
 
 
 def sample_sites(trace: Trace) -> dict[str, Site]:

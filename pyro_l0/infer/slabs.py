@@ -55,6 +55,12 @@ def gate_site(gate: GateSite) -> str:
     return gate if isinstance(gate, str) else gate[0]
 
 
+def with_latent_gates(slab: Mapping[str, GateSite], sites: Mapping[str, Site]) -> dict[str, GateSite]:
+    """The slabs whose gates are not observed in a run of a model."""
+    observed = {name for name, site in sites.items() if site["is_observed"]}
+    return {name: gate for name, gate in slab.items() if gate_site(gate) not in observed}
+
+
 def check_used(slab: Mapping[str, GateSite], sizes: Mapping[str, Shape]) -> None:
     """Refuse gates that no index of their slabs names, given the shapes of the gate sites."""
     indices: dict[str, list[Tensor]] = {}

@@ -244,6 +244,7 @@ def quadratic_of(columns: Tensor | SparseColumns, linear: Tensor) -> DenseQuadra
 
 
 _ITERATIONS, _HALVINGS = 100, 40
+_SADDLE = 1e-3  # of the prior's curvature
 _ARMIJO = 1e-4  # share of the promised gain that a step must bring
 
 # S arguments, and whatever else is linear in them, such as linear predictors; each of shape (S, ...).
@@ -399,6 +400,10 @@ def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Ten
         step = (vectors @ ((vectors.mT @ slope[:, :, None]) / sizes[:, :, None])).squeeze(2)
         gain = (slope * step).sum(1)
         converged = ~(gain > tiny * (1 + value.abs()))
+        # Where the slope is 0 but the log posterior is convex, as between a mode and its mirror image, leave that way.
+        saddle = converged & (values[:, 0] < -_SADDLE)
+        step = torch.where(saddle[:, None], vectors[:, :, 0], step)
+        gain, converged = torch.where(saddle, -values[:, 0], gain), converged & ~saddle
         return Step((step * ~converged[:, None],), gain, converged, values.clamp(min=tiny))
 
     x = torch.where(unit > 0, start.gather(1, index) / unit, 0.0)

@@ -70,25 +70,35 @@ class IndependentGates:
 
 
 class BetaBinomialGates:
-    """Gates that are open with a common probability, which is Beta(alpha, beta) and summed out."""
+    """Gates that are open with a common probability, which is Beta(alpha, beta) and summed out.
 
-    def __init__(self, alpha: float, beta: float) -> None:
+    With ``weights``, shape ``(G,)``, each gate counts so often: its density given the probability is to that power.
+    """
+
+    def __init__(self, alpha: float, beta: float, weights: Tensor | None = None) -> None:
         if not (0 < alpha < math.inf and 0 < beta < math.inf):
             raise ValueError(f"Expected alpha and beta to be positive and finite, but got {alpha} and {beta}.")
-        self.alpha, self.beta = alpha, beta
+        self.alpha, self.beta, self._weights = alpha, beta, weights
         self.active_prob = torch.tensor(alpha / (alpha + beta), dtype=torch.float64)
 
     def logits(self, z: Tensor, gates: Tensor | None = None) -> Tensor:
         """See :class:`GatePrior`; of some gates of each vector, shape ``(S, w)``, if they are given."""
+        if self._weights is not None:
+            weights = self._weights.to(z)
+            others = (z @ weights).unsqueeze(-1) - z * weights
+            closed, grown = self.beta + weights.sum() - weights - others, self.alpha + others + weights
+            opened = torch.lgamma(grown) - torch.lgamma(self.alpha + others)
+            return opened - torch.lgamma(closed + weights) + torch.lgamma(closed)
         others = z.sum(-1, keepdim=True) - _numbers(z if gates is None else z.gather(-1, gates))
         return torch.log(self.alpha + others) - torch.log(self.beta + (z.shape[-1] - 1 - others))
 
     def log_prob(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
-        count = open_counts(z)
-        total = torch.lgamma(self.alpha + count) + torch.lgamma(self.beta + (z.shape[-1] - count))
+        count = open_counts(z) if self._weights is None else z @ self._weights.to(z)
+        most = z.shape[-1] if self._weights is None else float(self._weights.sum())
+        total = torch.lgamma(self.alpha + count) + torch.lgamma(self.beta + (most - count))
         constant = math.lgamma(self.alpha) + math.lgamma(self.beta) - math.lgamma(self.alpha + self.beta)
-        return total - math.lgamma(self.alpha + self.beta + z.shape[-1]) - constant
+        return total - math.lgamma(self.alpha + self.beta + most) - constant
 
 
 def open_counts(z: Tensor) -> Tensor:

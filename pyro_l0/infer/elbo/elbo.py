@@ -26,7 +26,17 @@ from pyro_l0.infer.elbo.estimators import (
     leave_one_out,
 )
 from pyro_l0.infer.elbo.pairs import check_dependence
-from pyro_l0.infer.elbo.terms import TERMS, Kind, Run, Term, as_in_model, check_slab, site_groups, terms_of
+from pyro_l0.infer.elbo.terms import (
+    TERMS,
+    Kind,
+    Run,
+    Term,
+    as_in_model,
+    check_slab,
+    in_log_joint,
+    site_groups,
+    terms_of,
+)
 from pyro_l0.infer.record import Record, SharedRows
 from pyro_l0.infer.runs import (
     EVERY,
@@ -39,7 +49,7 @@ from pyro_l0.infer.runs import (
     over_particles,
     record_run,
 )
-from pyro_l0.infer.slabs import Conditional, GateSite, slab_to_gate
+from pyro_l0.infer.slabs import Conditional, GateSite, slab_to_gate, with_latent_gates
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 _LOG_Q = "log q(z)"  # beside the terms of a particle
@@ -277,7 +287,12 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             before = self.at_draws
             run_model, run_guide = (partial(_run_under, program, call) for program in (call.model, call.guide))
             self.at_draws = check_dependence(
-                run.model, run.guide, self.slab, run_model, run_guide, at_draws=self._is_leave_one_out
+                run.model,
+                run.guide,
+                with_latent_gates(self.slab, run.model),
+                run_model,
+                run_guide,
+                at_draws=self._is_leave_one_out,
             )
         self._checked = key
         return self.at_draws != before
@@ -319,25 +334,30 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return _Outcome(parts, runs)
 
     def _at_estimator_draws(self, estimator: Estimators, call: _Call) -> _Outcome:
-        """The terms at draws of the binary gates that an estimator makes."""
+        """The terms at draws that an estimator makes of the binary gates, each beside its own of the other latents."""
         runs: list[Run] = []
-        of_guide = record_run(call.guide, call.args, call.kwargs, self.step)
-        gates = binary_gates(of_guide.sites)
-        if not gates:
-            raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
-        if together := [name for name, site in of_guide.sites.items() if isinstance(site["fn"], Conditional)]:
-            raise ValueError(
-                f"Expected a guide of independent sites for estimator={estimator.name!r}, which draws the gates anew, "
-                f"but it draws {together} together. Take estimator='leave_one_out'."
-            )
+        parts: list[_Parts] = []
+        for _ in range(self.num_particles):
+            of_guide = record_run(call.guide, call.args, call.kwargs, self.step)
+            gates = binary_gates(of_guide.sites)
+            if not gates:
+                raise ValueError(
+                    f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none."
+                )
+            if together := [name for name, site in of_guide.sites.items() if isinstance(site["fn"], Conditional)]:
+                raise ValueError(
+                    f"Expected a guide of independent sites for estimator={estimator.name!r}, which draws the gates "
+                    f"anew, but it draws {together} together. Take estimator='leave_one_out'."
+                )
 
-        def evaluate(values: Mapping[str, Tensor]) -> Evaluation:
-            runs.append(self._run(call.model, of_guide, call.args, call.kwargs, values))
-            return self._evaluation(runs[-1])
+            def evaluate(values: Mapping[str, Tensor], of_guide: Record = of_guide) -> Evaluation:
+                runs.append(self._run(call.model, of_guide, call.args, call.kwargs, values))
+                return self._evaluation(runs[-1])
 
-        evaluations, surrogate = estimator(evaluate, gates, self.num_particles)
-        parts = self._mean(_summed(evaluation.parts for evaluation in evaluations), len(evaluations))
-        return _Outcome(_summed([parts, {"nll": surrogate}]), runs)
+            evaluations, surrogate = estimator(evaluate, gates)
+            each = self._mean(_summed(x.parts for x in evaluations), len(evaluations) * self.num_particles)
+            parts += [each, {"nll": surrogate / self.num_particles}]
+        return _Outcome(_summed(parts), runs)
 
     def _mean(self, sums: _Parts, particles: int) -> _Parts:
         """Terms as they enter the loss, of their sums over particles."""
@@ -355,7 +375,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         changed = {name: {**of_guide.sites[name], "value": value} for name, value in (values or {}).items()}
         drawn = {**of_guide.sites, **changed}
         of_model = record_run(model, args, kwargs, self.step, drawn).sites
-        return Run(of_model, as_in_model(of_model, drawn), of_guide.joint_draws)
+        of_guide_too = as_in_model(of_model, drawn)
+        return Run(in_log_joint(of_model, of_guide_too, self.slab), of_guide_too, of_guide.joint_draws)
 
     def evaluate(
         self, model: Program, of_guide: Record, values: Mapping[str, Tensor], args: Args, kwargs: Kwargs

@@ -8,9 +8,7 @@ example's gates answer for its own cost alone.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from numbers import Real
 from typing import Literal, NamedTuple, get_args
 
@@ -66,27 +64,22 @@ class Estimators:
         self.name = name
         self.baseline: Tensor | None = None
 
-    def __call__(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        """Evaluations at exact draws (pairs of draws for ``"arm"``), whose mean is the loss, and a surrogate.
+    def __call__(self, evaluate: _Evaluate, gates: _Gates) -> Estimate:
+        """Evaluations at an exact draw (a pair for ``"arm"``), whose mean is the loss, and a surrogate.
 
         The surrogate is 0 with the gradient for the gates' log odds, shape that of the cost.
         """
-        if self.name == "score_function":
-            return self._score_function(evaluate, gates, draws)
-        found = [_ESTIMATORS[self.name](evaluate, gates) for _ in range(draws)]
-        evaluations = [evaluation for each, _ in found for evaluation in each]
-        return evaluations, reduce(operator.add, [surrogate / draws for _, surrogate in found])
+        return _ESTIMATORS.get(self.name, self._score_function)(evaluate, gates)
 
-    def _score_function(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        drawn = [_draw(gates) for _ in range(draws)]
-        evaluations = [evaluate(values) for values in drawn]
-        costs = torch.stack([evaluation.cost.detach() for evaluation in evaluations])
-        baseline = costs.new_zeros(()) if self.baseline is None else self.baseline.to(costs)
-        scores = [x * _score(gates, values, x) for x, values in zip(costs - baseline, drawn, strict=True)]
-        # Only now: a baseline that knew these draws would bias the gradient.
-        mean = costs.mean()
-        self.baseline = mean if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * mean
-        return evaluations, reduce(operator.add, scores) / draws
+    def _score_function(self, evaluate: _Evaluate, gates: _Gates) -> Estimate:
+        values = _draw(gates)
+        evaluation = evaluate(values)
+        cost = evaluation.cost.detach()
+        baseline = cost.new_zeros(()) if self.baseline is None else self.baseline.to(cost)
+        surrogate = (cost - baseline) * _score(gates, values, cost)
+        # Only now: a baseline that knew this draw would bias the gradient.
+        self.baseline = cost.mean() if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * cost.mean()
+        return [evaluation], surrogate
 
 
 def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -27,7 +27,6 @@ from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_names, check_shapes, is_zero
 from pyro_l0.infer.elbo.pairs import (
     FACTORISED,
-    SUM_OUT,
     check_auxiliary,
     check_draws,
     check_pair,
@@ -35,8 +34,10 @@ from pyro_l0.infer.elbo.pairs import (
     check_slabs,
     own_densities,
 )
+from pyro_l0.infer.guides.mean_field import SUM_OUT
 from pyro_l0.infer.record import Site, is_drawn
-from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, check_used, gate_site
+from pyro_l0.infer.runs import is_scaled, without_scales
+from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, check_used, gate_site, with_latent_gates
 
 Kind = Literal["observed", "slab", "other", "gates"]
 
@@ -54,6 +55,15 @@ def as_in_model(model: Mapping[str, Site], guide: Mapping[str, Site]) -> Mapping
     """A guide's sites, with the scales and masks of the model's where the guide leaves these to the model."""
     left = {x: site for x, site in guide.items() if x in model and site["infer"].get("as_in_model")}
     return {**guide, **{x: {**site, "scale": model[x]["scale"], "mask": model[x]["mask"]} for x, site in left.items()}}
+
+
+def in_log_joint(model: Mapping[str, Site], guide: Mapping[str, Site], slabs: Collection[str]) -> dict[str, Site]:
+    """A model's sites, where gates and slabs that only the model scales or masks have the priors that this makes."""
+    found = dict(model)
+    for name, site in model.items():
+        if name in guide and is_drawn(site) and is_scaled(site) and not is_scaled(guide[name]):
+            found |= without_scales({name: site}, slabs)
+    return found
 
 
 class SiteGroup:
@@ -138,8 +148,8 @@ class SiteGroup:
 
 def site_groups(run: Run, options: Options) -> Iterator[SiteGroup]:
     """The groups of a run: sites of other kinds as they come, then the gates; refuses what does not fit."""
-    model, joint_draws = run.model, run.joint_draws
-    guide = own_densities(options.slab, model, run.guide)
+    model, joint_draws, slab = run.model, run.joint_draws, with_latent_gates(options.slab, run.model)
+    guide = own_densities(slab, model, run.guide)
     run = run._replace(guide=guide)
     latent = {x: site for x, site in model.items() if is_drawn(site) and not site["is_observed"]}
     pairs = {name: check_pair(name, site, guide.get(name)) for name, site in latent.items()}
@@ -148,16 +158,16 @@ def site_groups(run: Run, options: Options) -> Iterator[SiteGroup]:
         for name, gate in gates.items():
             check_draws(name, gate)
     check_names(options, gates)
-    check_slabs(options.slab, gates, model)
+    check_slabs(slab, gates, model)
     for name, site in model.items():
         if is_drawn(site) and name not in gates:
-            kind: Kind = "observed" if name not in latent else "slab" if name in options.slab else "other"
+            kind: Kind = "observed" if name not in latent else "slab" if name in slab else "other"
             yield SiteGroup(kind, (name,), run)
     for name, site in guide.items():
         if is_drawn(site) and name not in model:
             check_auxiliary(name, site)
             yield SiteGroup("other", (name,), run)
-    check_used(options.slab, {name: gate.batch_shape for name, gate in gates.items()})
+    check_used(slab, {name: gate.batch_shape for name, gate in gates.items()})
     groups: dict[int | str, list[str]] = {}
     for name in guide:
         if name in gates:
@@ -303,7 +313,11 @@ def _other_kl(group: SiteGroup, options: Options) -> Tensor:
     q = group.posterior["fn"]
     _check_pathwise(group.name, q)
     # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
-    at_draws = group.name in options.at_draws or isinstance(inside_events(q), Delta)
+    at_draws = (
+        group.name in options.at_draws
+        or isinstance(inside_events(q), Delta)
+        or (is_scaled(group.prior) and not is_scaled(group.posterior))
+    )
     kl = None if at_draws else _registered_kl(q, group.prior["fn"])
     return _log_ratio(group) if kl is None else group.total(kl)
 

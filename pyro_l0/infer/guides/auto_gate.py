@@ -193,6 +193,8 @@ class AutoGate(AutoGuide):
         tensor([0.5000, 0.5000, 0.5000])
     """
 
+    _as_in_model = True  # whether a loss takes the sites under the model's scales and masks
+
     def __init__(
         self,
         model: Callable[..., object],
@@ -218,7 +220,7 @@ class AutoGate(AutoGuide):
         # Plain modules: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
         self._posteriors: dict[str, SitePosterior] = {}
-        self._mean_field = MeanField(self._posteriors)
+        self._mean_field = MeanField(self._posteriors, self._as_in_model)
         self._replaced = ReplacedByStore()
         self._is_scaled = False
 
@@ -294,7 +296,7 @@ class AutoGate(AutoGuide):
         modules = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
         assert isinstance(modules, nn.ModuleDict)
         self._posteriors = take_over(modules, first)
-        self._mean_field = MeanField(self._posteriors)
+        self._mean_field = MeanField(self._posteriors, self._as_in_model)
         self.prototype_trace = prototype
         # The guide's own sites do not need the plates of the data.
         used = {plate for site in sites.values() for plate in plates_and_shape(site)[0]}
@@ -427,7 +429,7 @@ class AutoGate(AutoGuide):
                     gates.parameters[key] = new
             if not len(index):
                 del self._posteriors[name], self.sites[site_key(name)]
-        self._mean_field = MeanField(self._posteriors)
+        self._mean_field = MeanField(self._posteriors, self._as_in_model)
         return replaced
 
     @torch.no_grad()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
+from pyro.poutine import Trace
 from torch import Tensor
 from torch.distributions.utils import clamp_probs
 
@@ -20,10 +24,12 @@ from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
     correlated_posterior,
+    latent_values,
+    local_latents,
     model_runs,
     structure_of,
 )
-from pyro_l0.infer.guides.expansion import StructuredSlabs, log_likelihood
+from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, log_likelihood
 from pyro_l0.infer.guides.mean_field import (
     GatesPosterior,
     IndependentLatents,
@@ -31,16 +37,20 @@ from pyro_l0.infer.guides.mean_field import (
     SitePosterior,
     Slab,
     first_latents,
+    in_full,
     plates_and_shape,
 )
 from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
-from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.guides.summaries import JointDraws, Summary
+from pyro_l0.infer.log_density import check_target
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import Args, Kwargs, each
 from pyro_l0.infer.slabs import GateSite, JointSample, alignment_of, check_used, gate_site, slab_to_gate
 from pyro_l0.maths.second_order import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
+
+_WIDER = 1.0  # over the square root of the number of latents
 
 
 class AutoSpikeSlab(AutoGate, JointDraws):
@@ -56,7 +66,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     :math:`\beta = z \circ w` is taken as :math:`b^T \beta - \tfrac12 \beta^T A \beta`, which starts at the model's
     mode and Hessian with open gates and is then learned. Autoregressive gates have
     :math:`\mathrm{logit}\, q(z_j = 1 | z_{<j}) = a_j + \sum_{k<j} B_{jk} z_k`. Both depend on further latents, a
-    Gaussian of full covariance; a Beta rate of the gates is drawn given the gates.
+    Gaussian of full covariance; a rate that is Beta given the gates is drawn after them. Scales and masks are a part of
+    the model's log joint, whose posterior this is: a prior under a scale is one to a power.
 
     Args:
         model: a Pyro model.
@@ -84,9 +95,9 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         ValueError: ``gates`` or ``slabs`` is unknown, or ``family`` is not binary but gates are autoregressive; when
             called, as AutoGate, and if ``slab`` or ``hyper`` names no such site of the model, a slab's support is
             neither the real line nor an interval, or ``init_loc`` has another shape or lies outside of it; in a guide
-            that is not a mean field, also if a slab's prior is not normal, a site is subsampled, or gates do anything
-            else in the model than to switch slabs: ``z * w``, or a product of gates as the gate of a group and that of
-            a feature.
+            that is not a mean field, also if a slab's prior is not normal or masked, a site is subsampled, or gates do
+            anything else in the model than to switch slabs: ``z * w``, or a product of gates as the gate of a group and
+            that of a feature.
 
     Example:
         >>> import pyro
@@ -109,6 +120,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: ``docs/lab/derivations.md`` of
         the repository.
     """
+
+    _as_in_model = False  # it is the posterior of the model's log joint, which has them
 
     def __init__(
         self,
@@ -133,11 +146,24 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self._hyper = None if hyper is None else tuple(hyper)
         self._others: list[str] = []  # sites of this guide that are neither gates nor slabs
         self._pending: dict[str, Tensor] = {}
+        self._checks: tuple[dict[str, Tensor], list[Tensor]] = {}, []
+        self._fixed: dict[str, Tensor] = {}  # values of gates that are observed
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
     def _takes(self, name: str) -> bool:
         return name in self.slab or (super()._takes(name) if self._hyper is None else name in self._hyper)
+
+    def _prototype_hide_fn(self, msg: Site) -> bool:
+        is_gate = msg["type"] == "sample" and find_gate(msg["fn"]) is not None and msg["is_observed"]
+        return not is_gate and super()._prototype_hide_fn(msg)
+
+    def _run_prototype(self, args: Args, kwargs: Kwargs) -> tuple[Trace, bool]:
+        found = super()._run_prototype(args, kwargs)
+        gates = set(map(gate_site, self.slab.values()))
+        nodes: dict[str, Site] = found[0].nodes
+        self._fixed = {x: site["value"] for x, site in nodes.items() if x in gates and site["is_observed"]}
+        return found
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         super()._check_sites(sites)
@@ -146,6 +172,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             self.family = BernoulliGate  # any other posterior would have an infinite KL
         for slab, gate in self.slab.items():
             for name, is_gate in ((slab, False), (gate_site(gate), True)):
+                if name in self._fixed:
+                    continue
                 if name not in sites or (find_gate(sites[name]["fn"]) is not None) != is_gate:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
@@ -165,7 +193,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
         assert prototype is not None
         nodes: dict[str, Site] = prototype.nodes
-        self._alignments = {name: alignment_of(name, gate, nodes) for name, gate in self.slab.items()}
+        whole = {name: in_full(nodes[name]) for pair in self.slab.items() for name in (pair[0], gate_site(pair[1]))}
+        self._alignments = {name: alignment_of(name, gate, whole) for name, gate in self.slab.items()}
         check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
@@ -173,7 +202,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self.prototype_trace = prototype
 
     def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
-        sites, run_at = model_runs(self.model, args, kwargs)
+        sites, run_at = model_runs(self.model, args, kwargs, self.slab)
         joint = correlated_posterior(sites, run_at, structure, self.slab, self._named())
         if self._pending:
             joint.load_state_dict(self._pending)
@@ -212,15 +241,22 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
         Raises:
             ValueError: the guide has not been called, its latent sites are not the model's, its gates switch
-                other slabs than in the guide's first call, or a slab's prior has a mean other than 0.
+                other slabs than in the first call, a slab's prior is not normal, or one that several gates switch has
+                a mean other than 0.
         """
         self._check_model()
-        return self.collapse(self.model, args, kwargs, chains)
+        *_, (found, _) = self.expansions(self.model, args, kwargs, self.draws(chains) if chains > 1 else None)
+        return found
 
-    def collapse(self, model: Callable[..., object], args: Args, kwargs: Kwargs, chains: int = 1) -> Collapsed:
-        """As :meth:`collapsed`, for another model."""
+    def expansions(
+        self, model: Callable[..., object], args: Args, kwargs: Kwargs, drawn: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[Collapsed, LogLikelihood]]:
+        """A model as :meth:`collapsed` has it: with the other latents at their mean, the first of some draws, and all.
+
+        Each comes with the log likelihood of its first chain: coefficients of shape ``(S, p)`` to ``(S,)``.
+        """
         probs = self.active_probs(1)
-        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
+        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs, self.slab)
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
             joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
         elif not joint.has_gates_of(sites, run_at, self.slab):
@@ -235,25 +271,23 @@ class AutoSpikeSlab(AutoGate, JointDraws):
                 f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
                 "its sites; name them in hyper."
             )
-        at = joint.hyper_start.unsqueeze(0)  # not where a mean field starts, at the prior's mean: it may be untrained
-        if joint.hyper.size and (chains > 1 or self._structure is not None):
-            at = joint.hyper.together(self.draws(chains if chains > 1 else 1000))
-            at = at if chains > 1 else at.mean(0, keepdim=True)
-        return collapse(joint, run_at, at)
-
-    def collapsed_at_means(
-        self, model: Callable[..., object], args: Args, kwargs: Kwargs
-    ) -> tuple[Collapsed, LogLikelihood]:
-        """As :meth:`collapse` for one chain, with the log likelihood: coefficients of shape ``(S, p)`` to ``(S,)``."""
-        collapsed = self.collapse(model, args, kwargs)
-        sites, run_at = model_runs(model, args, kwargs)
-        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-        values |= {**collapsed.others, **{name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}}
-
-        def log_likelihood_at(slabs: Tensor) -> Tensor:
-            return log_likelihood(run_at({**values, **collapsed.slabs.apart(slabs + collapsed.offset)}))
-
-        return collapsed, each(log_likelihood_at)
+        rows = [joint.hyper_start.unsqueeze(0)]  # not where a mean field starts: it may be untrained
+        if joint.hyper.size and (drawn is not None or self._structure is not None):
+            hyper = joint.hyper.together(self.draws(1000) if drawn is None else drawn)
+            rows = [hyper.mean(0, keepdim=True)] + ([hyper[:1], hyper] if drawn is not None else [])
+        for i, row in enumerate(rows):
+            collapsed = collapse(joint, run_at, row)
+            values = {**latent_values(sites), **collapsed.others}
+            log_likelihood_of = each(partial(_log_likelihood_at, run_at, values, collapsed))
+            if not i:
+                check_target(
+                    partial(model, *args, **kwargs),
+                    collapsed.points(values),
+                    partial(collapsed.log_joint, log_likelihood_of),
+                    "AutoSpikeSlab with its slabs integrated out",
+                    "Make a new guide for other arguments, or use sample_posterior.",
+                )
+            yield collapsed, log_likelihood_of
 
     def refine(
         self,
@@ -268,7 +302,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
         Normal latents are sampled with the slabs where :meth:`collapsed` integrates them out, the others are held
         fixed. A log likelihood that is not quadratic is expanded again at the coefficients' mean, and the gates are
-        re-weighted by their Laplace evidence.
+        re-weighted by their Laplace evidence; draws of the slabs follow the likelihood itself.
 
         Args:
             *args: arguments of the model.
@@ -293,11 +327,17 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         if self.prototype_trace is None:
             self(*args, **kwargs)
         self._check_model()
-        collapsed, log_likelihood = self.collapsed_at_means(self.model, args, kwargs)
+        collapsed, log_likelihood = next(self.expansions(self.model, args, kwargs))
+        if local := local_latents(collapsed.others, *model_runs(self.model, args, kwargs, self.slab)):
+            raise ValueError(
+                f"Expected normal latents that are added to the products of gates and slabs, as refine holds others "
+                f"fixed, but got site {local[0]!r} of many entries. Use fit with gates='autoregressive' and "
+                "slabs='structured'."
+            )
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         found = refined(collapsed, log_likelihood, method, generator, chains, flips)
-        return RefinedPosterior(*found, self.slab, self._alignments)
+        return RefinedPosterior(*found, self.slab, self._alignments, self._fixed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
         if self._structure is not None and self.prototype_trace is None:
@@ -305,6 +345,50 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             for name in [name for name in state_dict if name.startswith(start)]:
                 self._pending[name.removeprefix(start)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether gates depend on those before them, and slabs on one another."""
+        return self._structure is not None and self._structure.coupled and self._structure.structured
+
+    @contextmanager
+    def widened(self) -> Iterator[int]:
+        """Draw the d latents that are neither gates nor slabs, d being given, from normals somewhat wider.
+
+        Of importance weights that use the draws, a third or more count where the guide is right.
+        """
+        latents, couplings = self._of_kind(IndependentLatents), []
+        scales = [latents[name].parameters["log_scale"] for name in latents.keys() - self.slab.keys()]
+        if self._joint is not None:
+            scales, couplings = [self._joint.hyper_posterior.log_scale], [self._joint.hyper_posterior.coupling]
+        size = sum(x.numel() for x in scales)
+        factor, before = 1 + _WIDER / math.sqrt(max(size, 1)), [x.detach().clone() for x in (*scales, *couplings)]
+        with torch.no_grad():
+            for x in scales:
+                x.add_(math.log(factor))
+            for x in couplings:
+                x.mul_(factor)
+            try:
+                yield size
+            finally:
+                for x, old in zip((*scales, *couplings), before, strict=True):
+                    x.copy_(old)
+
+    def mark(self, checks: Mapping[str, Tensor]) -> None:
+        """Let summaries say what a check found, 0 to 2 as in a ``SiteCheck``, until a parameter moves."""
+        self._checks = dict(checks), [x.detach().clone() for x in self.parameters()]
+
+    def summary(self, draws: int | None = None) -> Summary:
+        """As of other posteriors, and in a column ``check`` what :func:`~pyro_l0.infer.check_fit` found."""
+        found = super().summary(draws)
+        checks, at = self._checks
+        is_now = all(map(torch.equal, at, self.parameters()))
+        checks = {**{name: torch.zeros_like(x, dtype=torch.long) for name, x in self._fixed.items()}, **checks}
+        for name, site in found.items():
+            check = checks[name] if name in checks and is_now else torch.ones_like(site.mean, dtype=torch.long)
+            gate = self._active(name, site.mean[None], checks) if name in checks else None
+            found[name] = site._replace(check=check if gate is None else torch.maximum(check, gate))
+        return found
 
     def draw_together(self, number: int) -> dict[str, JointSample] | None:
         """Joint samples by site, for a loss that takes many particles at once; None in subsampled plates."""
@@ -378,3 +462,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         if self._structure is not None:
             return {**{name: x.median(0).values for name, x in self.draws(1000).items()}, **medians}
         return medians
+
+
+def _log_likelihood_at(run_at: RunAt, values: Mapping[str, Tensor], collapsed: Collapsed, slabs: Tensor) -> Tensor:
+    """The log likelihood at coefficients behind open gates, with the tilt of their priors."""
+    gates = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
+    sites = run_at({**values, **gates, **collapsed.slabs.apart(slabs + collapsed.offset)})
+    return log_likelihood(sites) + slabs @ collapsed.tilt

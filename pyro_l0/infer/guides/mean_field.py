@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pyro
@@ -22,6 +23,11 @@ from pyro_l0.fast.switch import is_on
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.slabs import JointSample
 
+#: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
+SUM_OUT = (
+    "sum it out in the model, by MixtureSameFamily or by a factor of torch.logsumexp over its values, or take a "
+    "BernoulliGate for 0 and 1."
+)
 MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # advice where sites can't be correlated
 
 
@@ -82,7 +88,7 @@ class Layout:
         if not isinstance(inside, torch.distributions.Normal):
             raise ValueError(
                 f"Expected a Normal prior of slab site {name!r}, as it depends on other sites in this guide, but got "
-                f"{prior}; {MEAN_FIELD}."
+                f"{prior}; use sample_posterior, or, for a fit alone, {MEAN_FIELD}."
             )
         shape = self.shapes[name]
         return inside.loc.expand(shape).reshape(-1), inside.scale.expand(shape).reshape(-1)
@@ -140,10 +146,10 @@ class GatesPosterior(SitePosterior):
 
 
 class MeanField:
-    """Draws sites that do not depend on one another."""
+    """Draws sites that do not depend on one another; a loss may take them under the model's scales and masks."""
 
-    def __init__(self, posteriors: Mapping[str, SitePosterior]) -> None:
-        self._posteriors = posteriors
+    def __init__(self, posteriors: Mapping[str, SitePosterior], as_in_model: bool = True) -> None:
+        self._posteriors, self._infer = posteriors, {"as_in_model": as_in_model}
         self._cached: dict[str, tuple[GateDistribution, TorchDistributionMixin]] = {}
         self._groups: list[list[str]] = []  # sites that can be drawn jointly
         templates = {name: x.template for name, x in posteriors.items() if isinstance(x, GatesPosterior)}
@@ -170,7 +176,7 @@ class MeanField:
                     dims = posterior.parameters_event_dim
                     parameters = {k: pyro.subsample(x, event_dim=dims) for k, x in parameters.items()}
                 fn = posterior.in_events(posterior.distribution(parameters))
-                values[name] = pyro.sample(name, fn, infer={"as_in_model": True})  # type: ignore[arg-type]
+                values[name] = pyro.sample(name, fn, infer=dict(self._infer))  # type: ignore[arg-type]
         return values
 
     def draw_for(self, record: Record) -> dict[str, Tensor]:
@@ -259,6 +265,13 @@ def plates_and_shape(site: Site) -> tuple[tuple[str, ...], torch.Size]:
     return tuple(frame.name for frame in frames), torch.Size(shape)
 
 
+def in_full(site: Site) -> Site:
+    """What an alignment of gates and slabs asks of a site, with every plate at its full size."""
+    shape, dims = plates_and_shape(site)[1], site["fn"].event_dim
+    sizes = SimpleNamespace(batch_shape=shape[: len(shape) - dims], event_shape=shape[len(shape) - dims :])
+    return {**site, "fn": sizes}
+
+
 Slab: TypeAlias = Normal | LogNormal | TransformedDistribution
 
 _DRAWS = 31  # whose median is within 0.3 quartile deviations of a Cauchy's centre in two of three cases
@@ -332,12 +345,11 @@ def transform_to_support(name: str, fn: Distribution, is_slab: bool) -> Transfor
             return transform
     except NotImplementedError:
         pass
-    wanted, advice = "a continuous prior", f"or hide it by poutine.block(model, hide=[{name!r}])"
+    wanted, advice = "a continuous prior", SUM_OUT
     if is_slab:
-        wanted, advice = "a prior of real, positive or bounded numbers", "or transform such numbers in the model"
+        wanted, advice = "a prior of real, positive or bounded numbers", "transform such numbers in the model."
     raise ValueError(
-        f"Expected site {name!r} to have {wanted}, but got {fn} with support {support}. Sum it out in the model, use a "
-        f"BernoulliGate if it takes 0 and 1, {advice}."
+        f"Expected site {name!r} to have {wanted}, but got {fn} with support {support}. {advice[0].upper()}{advice[1:]}"
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
 from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.log_density import POINTS, Point
 from pyro_l0.infer.record import Site
+from pyro_l0.infer.runs import seeded
 from pyro_l0.infer.slabs import Alignment, GateSite
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.second_order import DenseQuadratic, LogLikelihood
@@ -28,11 +31,12 @@ __all__ = ["Method", "RefinedPosterior", "refined"]
 class SiteGates:
     """The prior of the gates of several sites: independent, or with a Beta rate in common that is summed out.
 
-    The log odds have shape ``(chains, G)`` or ``(1, G)``; those of gates with a rate are ignored.
+    The log odds have shape ``(chains, G)`` or ``(1, G)``; those of gates with a rate are ignored. ``tilt``, of the same
+    shape, is added to all of them.
     """
 
-    def __init__(self, logits: Tensor, rates: Sequence[tuple[Tensor, BetaBinomialGates]]) -> None:
-        self._logits, self._rates = logits, rates
+    def __init__(self, logits: Tensor, rates: Sequence[tuple[Tensor, BetaBinomialGates]], tilt: Tensor) -> None:
+        self._logits, self._rates, self._tilt = logits, rates, tilt
         self.active_prob = torch.sigmoid(logits).mean(0)
         for positions, rate in rates:
             self.active_prob[positions] = rate.active_prob.to(logits)
@@ -42,7 +46,7 @@ class SiteGates:
         odds = self._logits.expand(z.shape)
         for positions, rate in self._rates:
             odds = odds.index_copy(1, positions, rate.logits(z[:, positions]))
-        return odds
+        return odds + self._tilt
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Log probability of each vector, shape ``(S,)``."""
@@ -51,13 +55,15 @@ class SiteGates:
         for positions, _ in self._rates:
             each = each.index_fill(1, positions, 0.0)
         rates = [rate.log_prob(z[:, positions]) for positions, rate in self._rates]
-        return torch.stack([each.sum(1), *rates]).sum(0)
+        return torch.stack([each.sum(1), (z * self._tilt).sum(1), *rates]).sum(0)
 
 
 class Collapsed(NamedTuple):
     """What a sampler of gates needs, for some values of the other latents: ``others`` has those of the first chain.
 
-    The quadratic's coefficients are measured from ``offset``, the means of the slabs' priors: 0 for those with a gate.
+    The quadratic's coefficients are measured from the means of the slabs' priors, ``loc``, where slabs have no gate. A
+    slab of mean m and deviation s behind a gate is one of mean 0 whose likelihood is multiplied by exp(w m / s^2), the
+    ``tilt`` of its linear term, and the prior of its gate by exp(-m^2 / (2 s^2)).
     """
 
     quadratic: CollapsedQuadratic
@@ -66,7 +72,49 @@ class Collapsed(NamedTuple):
     slabs: Layout
     rates: Sequence[ConjugateRate]
     others: Mapping[str, Tensor]
-    offset: Tensor
+    loc: Tensor
+    tilt: Tensor
+    gated: Tensor
+
+    @property
+    def offset(self) -> Tensor:
+        """From where the coefficients of slabs are measured, shape ``(p,)``."""
+        return self.loc.masked_fill(self.gated, 0)
+
+    def draw_slabs(self, gates: Tensor) -> Tensor:
+        """A draw of the slabs given each vector of gates, shape ``(S, p)``."""
+        return self.placed(gates, self.quadratic.draw_slabs(gates))
+
+    def placed(self, gates: Tensor, slabs: Tensor) -> Tensor:
+        """Slabs of the quadratic as the model has them: around the means of their priors where these are apart."""
+        is_tilted = self.quadratic.on(gates) & self.gated
+        return slabs + self.loc.masked_fill(is_tilted, 0)
+
+    def points(self, values: Mapping[str, Tensor]) -> list[Point]:
+        """Generic values of gates, rates and slabs, beside those of the other latents."""
+        with seeded(0):
+            gates = torch.bernoulli(torch.full((POINTS, self.quadratic.gates), 0.5)).to(self.loc)
+            slabs = self.draw_slabs(gates)
+        return [
+            {
+                **values,
+                **self.gates.apart(z),
+                **self.slabs.apart(w),
+                **{x.name: torch.full_like(values[x.name], float(r)) for x in self.rates},
+            }
+            for z, w, r in zip(gates, slabs, torch.linspace(0.2, 0.8, POINTS), strict=True)
+        ]
+
+    def log_joint(self, log_likelihood: LogLikelihood, points: Sequence[Point]) -> Tensor:
+        """The log density of gates, rates and slabs that is sampled, up to a constant, shape ``(n,)``."""
+        values = {name: torch.stack([point[name] for point in points]) for name in points[0]}
+        gates, slabs = self.gates.together(values), self.slabs.together(values)
+        on = self.quadratic.on(gates)
+        coefficients = (slabs - self.offset) * on
+        normal = torch.distributions.Normal(self.loc.masked_fill(on & self.gated, 0), self.quadratic.scale)
+        rates = [Beta(*x.parameters(values)).log_prob(values[x.name].reshape(-1, 1)).sum(1) for x in self.rates]
+        parts = [log_likelihood(coefficients), self.prior.log_prob(gates), normal.log_prob(slabs).sum(1), *rates]
+        return torch.stack([part.double() for part in parts]).sum(0)
 
 
 @torch.no_grad()
@@ -80,13 +128,19 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
     _check_slabs(joint)
     shift = hyper - joint.hyper_start
     curvature, linear = slabs.quadratic()
-    loc = slabs.prior_loc(shift)
-    linear = linear + shift @ slabs.shifts.mT - loc @ curvature
+    odds, loc, scale = _priors(joint, run_at, hyper)
+    gate_of = slabs.gate_of.reshape(len(curvature), -1)
+    gated = (gate_of >= 0).any(1)
+    tilt = (loc / scale.square()).masked_fill(~gated, 0)
+    ratio = slabs.multiplied(hyper.new_ones(1, joint.gates.size), shift)
+    linear = linear + shift @ slabs.shifts.mT - (ratio * loc.masked_fill(gated, 0)) @ curvature
     factor = slabs.likelihood_factor(shift)
-    scale = slabs.prior_scale(shift)
     if len(hyper) == 1:
         curvature, linear = (x if factor is None else factor.reshape(()) * x for x in (curvature, linear[0]))
-        factor, scale = None, scale.reshape(-1)
+        curvature = ratio.mT * curvature * ratio
+        factor, linear, scale = None, ratio[0] * linear + tilt[0], scale[0]
+    else:  # of the coefficients times what multiplies them in each chain
+        linear, scale = linear + tilt / ratio / (1 if factor is None else factor), scale * ratio
     has_own_gate = torch.equal(slabs.gate_of, torch.arange(joint.gates.size, device=slabs.gate_of.device))
     quadratic = CollapsedQuadratic(
         DenseQuadratic(curvature, linear if linear.dim() == 1 else linear.mean(0)),
@@ -95,20 +149,22 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
         factor=None if factor is None else factor.reshape(-1),
         linear=linear if linear.dim() == 2 else None,
     )
-    prior, others = _prior(joint, run_at, hyper), joint.hyper.apart(hyper[0])
-    offset = loc if loc.dim() == 1 else loc[0]
-    return Collapsed(quadratic, prior, joint.gates, joint.slabs, joint.rates, others, offset)
+    of_gates = (-0.5 * loc * tilt) @ torch.nn.functional.one_hot(gate_of.amax(1) + 1, joint.gates.size + 1).to(tilt)
+    prior = _gates(joint, odds, of_gates[:, 1:])
+    return Collapsed(
+        quadratic, prior, joint.gates, joint.slabs, joint.rates, joint.hyper.apart(hyper[0]), loc[0], tilt[0], gated
+    )
 
 
 def _check_slabs(joint: CorrelatedPosterior) -> None:
-    """Refuse slabs with gates and a prior mean, and gates without slabs."""
+    """Refuse slabs with several gates and a prior mean, and gates without slabs."""
     slabs = joint.slab_posterior
     gate_of = slabs.gate_of.reshape(len(slabs.loc), -1)
-    gated = (gate_of >= 0).any(1)
-    if bool(slabs.loc[gated].any() or slabs.loc_shifts[gated].any()):
+    several = (gate_of >= 0).sum(1) > 1
+    if bool(slabs.loc[several].any() or slabs.loc_shifts[several].any()):
         raise ValueError(
-            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, but got means of up to "
-            f"{float(slabs.loc[gated].abs().max()):.3g}."
+            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} that several gates switch to have a prior mean "
+            f"of 0, but got means of up to {float(slabs.loc[several].abs().max()):.3g}. Use sample_posterior."
         )
     alone = (torch.bincount(gate_of[gate_of >= 0], minlength=joint.gates.size) == 0).nonzero().flatten()
     if len(alone):
@@ -118,28 +174,35 @@ def _check_slabs(joint: CorrelatedPosterior) -> None:
         )
 
 
-def _prior(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> SiteGates:
-    rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # ignored
+def _priors(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log odds of the gates, and means and deviations of the slabs, for rows of the other latents."""
+    rates = {rate.name: rate.open.new_full(rate.shape, 0.5).to(hyper) for rate in joint.rates}  # ignored
 
-    def odds(row: Tensor, gates: Tensor) -> Tensor:
+    def at(row: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(gates)})
         found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
-        return torch.cat([x.reshape(-1) for x in found])
+        normals = [joint.slabs.normal(name, sites[name]["fn"]) for name in joint.slabs.shapes]
+        loc, scale = map(torch.cat, zip(*normals, strict=True))
+        return torch.cat([x.reshape(-1) for x in found]), loc, scale
 
-    rows = [odds(row, hyper.new_ones(joint.gates.size)) for row in hyper]
-    others = torch.stack([odds(hyper[0], gates) for gates in gate_vectors(joint.gates.size, hyper)])
-    moved = (rows[0] != others).any(0).nonzero().flatten()
+    odds, loc, scale = map(torch.stack, zip(*(at(row, hyper.new_ones(joint.gates.size)) for row in hyper), strict=True))
+    others = torch.stack([at(hyper[0], gates)[0] for gates in gate_vectors(joint.gates.size, hyper)])
+    moved = (odds[0] != others).any(0).nonzero().flatten()
     if len(moved):
         raise ValueError(
             f"Expected gates that are independent given the other latents, but the prior of gate site "
             f"{_site_at(joint.gates, moved[0])!r} changes with the gates before. Use sample_posterior."
         )
-    positions = joint.gates.positions(hyper.device)
-    shared = [
-        (torch.cat([positions[name] for name in rate.gates]), BetaBinomialGates(float(rate.open), float(rate.closed)))
-        for rate in joint.rates
-    ]
-    return SiteGates(torch.stack(rows), shared)
+    return odds, loc, scale
+
+
+def _gates(joint: CorrelatedPosterior, odds: Tensor, tilt: Tensor) -> SiteGates:
+    positions, rates = joint.gates.positions(odds.device), []
+    for rate in joint.rates:
+        weights = None if bool((rate.weights - 1).abs().max() < 1e-4) else rate.weights
+        prior = BetaBinomialGates(float(rate.open), float(rate.closed), weights)
+        rates.append((torch.cat([positions[name] for name in rate.gates]), prior))
+    return SiteGates(odds, rates, tilt)
 
 
 def _site_at(gates: Layout, position: Tensor) -> str:
@@ -161,6 +224,8 @@ Method = Literal["tempered", "mean_field"]
 
 _POINTS = 4  # at which a log likelihood is compared with its expansion
 _CLOSE = 1e-3  # nats by which they may differ for 1 nat of change, or in all
+_MOVES, _FEW, _TAKEN = 20, 3, 0.95  # of slabs; few where this share of the first proposals is taken
+_NARROW, _TOGETHER = 1e-6, 1024  # a slice that is given up; slabs whose log likelihoods are found together
 
 
 @dataclass(frozen=True)
@@ -190,10 +255,11 @@ class RefinedPosterior(JointDraws):
 
     _collapsed: Collapsed
     _probs: Tensor
-    _draw_gates: Callable[[int], Tensor]
+    _draw: Callable[[int], tuple[Tensor, Tensor]]
     spread: float
     slab: dict[str, GateSite]
     _alignments: Mapping[str, Alignment]
+    _fixed: Mapping[str, Tensor] = field(default_factory=dict)
 
     def active_probs(self) -> dict[str, Tensor]:
         """Marginal P(z != 0) of every gate, by site and in its shape."""
@@ -202,8 +268,8 @@ class RefinedPosterior(JointDraws):
     @torch.no_grad()
     def draws(self, n: int) -> dict[str, Tensor]:
         """n joint draws by site, shape ``(n, *shape of the site)``; the other latents are the same in all."""
-        gates = self._draw_gates(n).to(self._probs)
-        slabs = self._collapsed.quadratic.draw_slabs(gates) + self._collapsed.offset
+        gates, slabs = self._draw(n)
+        slabs = self._collapsed.placed(gates, slabs)
         found = {name: x.expand(n, *x.shape) for name, x in self._collapsed.others.items()}
         for layout, flat in ((self._collapsed.gates, gates), (self._collapsed.slabs, slabs)):
             found |= {name: x.reshape(n, *layout.shapes[name]) for name, x in layout.pieces(flat).items()}
@@ -223,18 +289,25 @@ def refined(
     generator: torch.Generator | None,
     chains: int,
     flips: int,
-) -> tuple[Collapsed, Tensor, Callable[[int], Tensor], float]:
+) -> tuple[Collapsed, Tensor, Callable[[int], tuple[Tensor, Tensor]], float]:
     """Sample the gates, or fit a collapsed mean field to them; arguments as of :meth:`AutoSpikeSlab.refine`.
 
-    The result is the model as it was expanded last, P(z != 0), what draws gates, and the spread of the chains.
+    The result is the model as it was expanded last, P(z != 0), what draws gates and slabs, and the chains' spread.
     """
     if method not in ("tempered", "mean_field"):
         raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")
     quadratic, prior = collapsed.quadratic, collapsed.prior
+    is_exact = is_quadratic(log_likelihood, quadratic)
+
+    def with_slabs(gates: Tensor) -> tuple[Tensor, Tensor]:
+        gates = gates.to(quadratic.scale)
+        slabs = quadratic.draw_slabs(gates)
+        return gates, slabs if is_exact else moved_slabs(log_likelihood, quadratic, gates, slabs)
+
     if method == "mean_field":
         probs = torch.sigmoid(collapsed_mean_field(quadratic, prior, generator=generator))
-        return collapsed, probs, lambda n: torch.bernoulli(probs.expand(n, -1)), 0.0
-    if is_quadratic(log_likelihood, quadratic):
+        return collapsed, probs, lambda n: with_slabs(torch.bernoulli(probs.expand(n, -1))), 0.0
+    if is_exact:
         run = tempered_gibbs(quadratic, prior, chains=chains, flips=flips, generator=generator)
     else:
         run, quadratic = gibbs_by_expansion(
@@ -249,7 +322,46 @@ def refined(
         )
     first, second = (x.mean(0) for x in run.chain_active_probs.tensor_split(2))
     spread = float((first - second).abs().max())
-    return collapsed._replace(quadratic=quadratic), run.active_probs, run.draws, spread
+    return collapsed._replace(quadratic=quadratic), run.active_probs, lambda n: with_slabs(run.draws(n)), spread
+
+
+def moved_slabs(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic, gates: Tensor, slabs: Tensor) -> Tensor:
+    """Draws of an expansion, moved towards the posterior given their gates, shape ``(S, p)``.
+
+    Each is a chain of elliptical slices (Murray, Adams and MacKay 2010, arXiv:1001.0175), by turns around the
+    expansion's normal distribution and around the prior. They leave the posterior invariant, and few of them suffice
+    where the expansion is close, so that their first proposals are taken.
+    """
+    quadratic, on = collapsed.quadratic, collapsed.on(gates)
+    matrix = quadratic.rows(torch.arange(on.shape[1], device=on.device)[None])[0]
+    mean = collapsed.mean(gates)
+    is_open, first = on.any(1), 0.0
+    for move in range(_MOVES):
+        around_prior = bool(move % 2)
+        centre = torch.zeros_like(mean) if around_prior else mean
+        other = (collapsed.scale * torch.randn_like(mean) if around_prior else collapsed.draw_slabs(gates)) - centre
+
+        def value_at(slabs: Tensor, around_prior: bool = around_prior) -> Tensor:
+            """The log likelihood, less its expansion."""
+            beta = slabs * on
+            found = torch.cat([log_likelihood(part) for part in beta.split(_TOGETHER)])
+            return found if around_prior else found - beta @ quadratic.linear + 0.5 * ((beta @ matrix) * beta).sum(1)
+
+        level = value_at(slabs) + torch.rand_like(mean[:, 0]).log()
+        one, left = slabs - centre, torch.ones_like(level, dtype=torch.bool)
+        upper = 2 * math.pi * torch.rand_like(level)
+        angle, lower = upper, upper - 2 * math.pi
+        while bool(left.any()):
+            there = centre + one * angle.cos()[:, None] + other * angle.sin()[:, None]
+            taken = left & (value_at(there) >= level)
+            first = first or float(taken[is_open].double().mean())
+            slabs = torch.where(taken[:, None], there, slabs)
+            left = left & ~taken & (upper - lower > _NARROW)
+            lower, upper = torch.where(angle < 0, angle, lower), torch.where(angle < 0, upper, angle)
+            angle = lower + (upper - lower) * torch.rand_like(angle)
+        if move == _FEW and first > _TAKEN:
+            break
+    return slabs
 
 
 def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JointDraws", "SiteSummary", "Summary", "entry", "import_arviz"]
 
+VERDICTS = ("ok", "unchecked", "wrong")
 _DRAWS = 10_000
 
 
@@ -31,6 +32,7 @@ class SiteSummary(NamedTuple):
         upper: quantile at 95 %.
         r_hat: rank-normalised split r-hat of chains; None for independent draws.
         ess: bulk effective sample size of chains; None for independent draws.
+        check: of a guide's entries, 0 where it is right, 1 where unchecked, 2 where wrong (by ``check_fit``).
     """
 
     active_probs: Tensor | None
@@ -40,10 +42,16 @@ class SiteSummary(NamedTuple):
     upper: Tensor
     r_hat: Tensor | None = None
     ess: Tensor | None = None
+    check: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The site's shape."""
+        return self.mean.shape
 
     def __str__(self) -> str:
         """A row for each entry."""
-        return _printed(Summary({"": self}).to_frame().reset_index(drop=True))
+        return printed(Summary({"": self}).to_frame().reset_index(drop=True))
 
 
 class Summary(dict[str, SiteSummary]):
@@ -61,7 +69,8 @@ class Summary(dict[str, SiteSummary]):
     def to_frame(self) -> pd.DataFrame:
         """A pandas table: a row for each entry, such as ``w[1, 0]``, and columns by statistic.
 
-        They are ``active_probs``, ``mean``, ``sd``, ``lower`` (5 %), ``upper`` (95 %), of chains ``r_hat``, ``ess``.
+        They are ``active_probs``, ``mean``, ``sd``, ``lower`` (5 %), ``upper`` (95 %), of chains ``r_hat``, ``ess``, of
+        guides ``check`` in words.
         Indices are those of the tensors: of two plates without ``dim``, Pyro puts the outer one last.
         """
         import pandas as pd  # takes half a second
@@ -69,6 +78,8 @@ class Summary(dict[str, SiteSummary]):
         frames = []
         for name, site in self.items():
             columns = {key: x.reshape(-1).tolist() for key, x in site._asdict().items() if x is not None}
+            if site.check is not None:
+                columns["check"] = [VERDICTS[code] for code in columns["check"]]
             labels = [entry(name, site.mean.shape, i) for i in range(site.mean.numel())]
             frames.append(pd.DataFrame(columns, index=labels))
         found = pd.concat(frames)
@@ -76,11 +87,12 @@ class Summary(dict[str, SiteSummary]):
 
     def __str__(self) -> str:
         """A row for each entry, and the notes."""
-        return "\n".join([_printed(self.to_frame()), *self.notes])
+        return "\n".join([printed(self.to_frame()), *self.notes])
 
 
-def _printed(frame: pd.DataFrame) -> str:
-    text: str = frame.to_string(float_format="{:.3f}".format, na_rep="")
+def printed(frame: pd.DataFrame, most: int | None = None) -> str:
+    """A table as text, of at most some rows."""
+    text: str = frame.to_string(float_format="{:.3f}".format, na_rep="", max_rows=most)
     return text
 
 
@@ -112,6 +124,7 @@ class JointDraws:
 
     slab: dict[str, GateSite]
     _alignments: Mapping[str, Alignment]  # of each slab site
+    _fixed: Mapping[str, Tensor]  # values of gate sites that are observed
 
     @abstractmethod
     def draws(self, n: int) -> dict[str, Tensor]:
@@ -161,11 +174,18 @@ class JointDraws:
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
-        return {name: draws[name] * self._alignments[name].of(draws[gate_site(x)], 1) for name, x in self.slab.items()}
+        gates = {
+            **{name: x.expand(len(next(iter(draws.values()))), *x.shape) for name, x in self._fixed.items()},
+            **draws,
+        }
+        return {name: draws[name] * self._alignments[name].of(gates[gate_site(x)], 1) for name, x in self.slab.items()}
 
     def _summarised(self, n: int | None) -> dict[str, Tensor]:
         """Draws of the coefficients, and of the latents that are neither gates nor slabs."""
-        draws = self.draws(_DRAWS if n is None else n)
+        return self.shown(self.draws(_DRAWS if n is None else n))
+
+    def shown(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of joint draws, those of the coefficients z * w and of the latents that are neither gates nor slabs."""
         others = {name: x for name, x in draws.items() if name not in self.slab and not self._is_gate(name)}
         return {**self.products(draws), **others}
 
@@ -173,6 +193,7 @@ class JointDraws:
         """P(z != 0) of each entry of a site, of which these are draws."""
         if name not in self.slab:
             return None
+        probs = {**{gate: (x != 0).to(x) for gate, x in self._fixed.items()}, **probs}
         return self._alignments[name].of(probs[gate_site(self.slab[name])]).expand(values.shape[1:])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import pyro
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
@@ -13,17 +15,23 @@ from torch import Tensor
 from pyro_l0.distributions.gate import inside_events
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.pairs import check_pair
+from pyro_l0.infer.elbo.terms import in_log_joint
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
+from pyro_l0.infer.guides.correlated import local_latents, model_runs
 from pyro_l0.infer.guides.refine import is_quadratic
-from pyro_l0.infer.record import Record, Site, is_drawn
+from pyro_l0.infer.guides.summaries import VERDICTS, entry, printed
+from pyro_l0.infer.log_density import POINTS, Point, check_target
+from pyro_l0.infer.posterior.log_joint import MOST_GATES
+from pyro_l0.infer.record import Record, Site, draws_rows, is_drawn
 from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
-from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site
+from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site, with_latent_gates
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
 
-__all__ = ["FitCheck", "check_fit"]
+__all__ = ["FitCheck", "SiteCheck", "check_fit"]
 
 
-_AT_ONCE = 250
+_AT_ONCE = 500
+_RATIO = ""  # beside the names of sites
 
 
 class Evidence(NamedTuple):
@@ -32,7 +40,8 @@ class Evidence(NamedTuple):
     Attributes:
         elbo: mean log ratio, a lower bound.
         standard_error: standard error of that mean.
-        importance_weighted: log of the mean ratio, a tighter bound that misses modes of which the guide has no draw.
+        importance_weighted: log of the mean ratio, a tighter bound that misses modes of which the guide has no draw. In
+            a subsampled plate ratios have noise, of whose mean the log is no bound: ``elbo`` again.
         effective: effective sample size of the weights as a fraction of the draws.
 
     Example:
@@ -46,13 +55,13 @@ class Evidence(NamedTuple):
     effective: float
 
     @classmethod
-    def of(cls, ratios: Tensor) -> Evidence:
+    def of(cls, ratios: Tensor, has_noise: bool = False) -> Evidence:
         """Estimate from log ratios at draws in nats, shape ``(n,)``."""
-        weights = torch.softmax(ratios, 0)
+        weights, mean = torch.softmax(ratios, 0), float(ratios.mean())
         return cls(
-            float(ratios.mean()),
+            mean,
             float(ratios.std()) / math.sqrt(len(ratios)),
-            float(torch.logsumexp(ratios, 0)) - math.log(len(ratios)),
+            mean if has_noise else float(torch.logsumexp(ratios, 0)) - math.log(len(ratios)),
             1 / float(weights.square().sum()) / len(ratios),
         )
 
@@ -66,25 +75,73 @@ def log_ratios(
     A slab that does not depend on its gates counts where they are open; where they are closed, its posterior is its
     prior, as in Eq. 20 of the L0 paper. ``torch.vmap`` takes all draws at once where it can, or as ``mapped`` says.
     """
+    draws, at_once = _weighed_draws(model, guide, args, kwargs, mapped, keep=False)
+    return lambda n: draws(n)[_RATIO], at_once
+
+
+@torch.no_grad()
+def _weighed_draws(
+    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool | None, keep: bool
+) -> tuple[Callable[[int], dict[str, Tensor]], bool]:
+    """As :func:`log_ratios`; beside the ratios it may keep what was drawn at each latent site."""
 
     def run_guide() -> Record:
         return record_run(guide, args, kwargs, 0)
 
     def evaluate(of_guide: Record) -> dict[str, Tensor]:
-        of_model = record_run(model, args, kwargs, 0, of_guide.sites)
-        return {"ratio": _log_ratio(of_model.sites, of_guide.sites, guide.slab)}
+        of_model = record_run(model, args, kwargs, 0, of_guide.sites).sites
+        latent = {name: site["value"] for name, site in of_guide.sites.items() if keep and name in of_model}
+        ratio = _log_ratio(in_log_joint(of_model, of_guide.sites, guide.slab), of_guide.sites, guide.slab)
+        return {_RATIO: ratio, **latent}
 
     at_once = can_be_mapped(evaluate, run_guide, guide) if mapped is None else mapped
 
     @torch.no_grad()
-    def ratios(n: int) -> Tensor:
-        parts = [min(_AT_ONCE, n - i) for i in range(0, n, _AT_ONCE)]
-        return torch.cat([over_particles(evaluate, run_guide, guide, part, at_once)["ratio"] for part in parts])
+    def draws(n: int) -> dict[str, Tensor]:
+        sizes = [min(_AT_ONCE, n - i) for i in range(0, n, _AT_ONCE)]
+        parts = [over_particles(evaluate, run_guide, guide, size, at_once) for size in sizes]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    return ratios, at_once
+    return draws, at_once
+
+
+@torch.no_grad()
+def check_model(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool) -> bool:
+    """Compare the log joint of which log ratios are made with the model's own at draws of a guide.
+
+    Returns:
+        Whether the log ratios have noise, as those of a model that draws rows of its data.
+    """
+    drawn = record_run(guide, args, kwargs, 0).sites
+    sites = record_run(model, args, kwargs, 0, drawn).sites
+    rows = {name: site for name, site in sites.items() if draws_rows(site)}
+    points = []
+    for _ in range(POINTS):
+        with Record(rows) as run:
+            guide(*args, **kwargs)
+        points.append({name: site["value"] for name, site in {**run.sites, **rows}.items() if name in sites})
+
+    def density(values: dict[str, Tensor]) -> Tensor:
+        given = {**drawn, **rows, **{name: {**drawn[name], "value": value} for name, value in values.items()}}
+        found = in_log_joint(record_run(model, args, kwargs, 0, given).sites, given, guide.slab)
+        return torch.stack([log_prob(site).sum() for site in found.values() if is_drawn(site)]).sum()
+
+    def target(points: Sequence[Point]) -> Tensor:
+        latent = [name for name, site in sites.items() if is_drawn(site) and not site["is_observed"]]
+        if not mapped:
+            return torch.stack([density({name: point[name] for name in latent}) for point in points])
+        stacked = {name: torch.stack([point[name] for point in points]) for name in latent}
+        with pyro.validation_enabled(False):
+            found: Tensor = torch.vmap(density, randomness="different")(stacked)
+        return found
+
+    advice = "Let no code of the model depend on how many dimensions its draws have, and write into no tensor in place."
+    check_target(partial(model, *args, **kwargs), points, target, "fit", advice)
+    return bool(rows)
 
 
 def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, GateSite]) -> Tensor:
+    slab = with_latent_gates(slab, model)
     found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and is_drawn(site)]
     for name, site in model.items():
         if not is_drawn(site):
@@ -117,22 +174,44 @@ def _open_log_ratio(name: str, gate: GateSite, model: Mapping[str, Site], guide:
     return total
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 _TOLERANCE = 0.06  # over 42 fits it flagged every one with an error of 0.07 or more, and none below 0.05
 _MINIMUM = 0.02  # of the running probabilities that steer the chains
+_APART = 0.15  # standard deviations by which a mean or a standard deviation may be off, beside two standard errors
+_FEW = 100  # draws that count: fewer leave a mean to a tenth of its standard deviation
+_ROWS = 60  # of a printed table
+
+
+class SiteCheck(NamedTuple):
+    """What a guide says of a site and what :func:`~pyro_l0.infer.check_fit` found, in the site's shape.
+
+    Attributes:
+        by: ``"chains"``, or ``"weights"`` for importance weights.
+        guide: the guide's mean: of a gate P(z != 0), of a slab that of the coefficients z * w.
+        found: the mean by the check.
+        guide_sd: the guide's standard deviation; None for gates.
+        found_sd: that by the check.
+        check: 0 where the guide is right, 1 where it could not be checked, 2 where it is wrong.
+    """
+
+    by: str
+    guide: Tensor
+    found: Tensor
+    guide_sd: Tensor | None
+    found_sd: Tensor | None
+    check: Tensor
 
 
 class FitCheck(NamedTuple):
-    """What :func:`~pyro_l0.infer.check_fit` finds.
+    """What :func:`~pyro_l0.infer.check_fit` finds; ``print`` shows it as a table.
 
     Attributes:
         moved: largest change of an inclusion probability.
-        ok: whether it is within 0.06.
-        active_probs: P(z != 0) of every gate by the chains, by site and in its shape: the guide's, repaired.
+        ok: whether everything that the guide's summary prints was checked and is right.
+        active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired.
         by_site: change of every gate's P(z != 0), by site and in its shape.
         evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
-        advice: what to do, in a sentence.
+        advice: what was compared, and what to do.
+        sites: what was found of each site.
     """
 
     moved: float
@@ -141,6 +220,20 @@ class FitCheck(NamedTuple):
     by_site: dict[str, Tensor]
     evidence: Evidence
     advice: str
+    sites: dict[str, SiteCheck]
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the guide was found to be wrong somewhere."""
+        return any(bool((site.check == 2).any()) for site in self.sites.values())
+
+    def __str__(self) -> str:
+        """A row for each entry of each site, and the advice."""
+        import pandas as pd  # takes half a second
+
+        frame = pd.DataFrame(_rows(self.sites)).set_index("")
+        frame["check"] = [VERDICTS[code] for code in frame["check"]]
+        return f"{printed(frame, _ROWS)}\n{self.advice}"
 
 
 @torch.no_grad()
@@ -154,12 +247,15 @@ def check_fit(
     seed: int | None = None,
     **kwargs: object,
 ) -> FitCheck:
-    """Run chains of gates from draws of a guide, and see whether inclusion probabilities move.
+    """Compare a guide's inclusion probabilities with chains, and its means and deviations with importance weights.
 
-    If they do not, the guide has found the posterior. Gates are sampled by weighted tempered Gibbs steps, which leave a
-    mode quickly, with the slabs integrated out; each chain keeps the other latents of its draw. A log likelihood that
-    is not quadratic in the coefficients is expanded to second order with the other latents at their means, and the
-    gates that the chains visit are re-weighted by their Laplace evidence. :func:`~pyro_l0.infer.fit` has an example.
+    Gates are sampled from draws of the guide by weighted tempered Gibbs steps, which leave a mode quickly, with the
+    slabs integrated out; each chain keeps the other latents of its draw. A log likelihood that is not quadratic in the
+    coefficients is expanded to second order with the other latents at their means, and the gates that the chains visit
+    are re-weighted by their Laplace evidence. Coefficients and other latents are weighed by the ratio of model and
+    guide, at draws whose other latents are somewhat wider than the guide's; so are gates beside latents of many entries
+    that chains would hold at their means. The guide's ``summary`` then marks what is wrong or could not be checked.
+    :func:`~pyro_l0.infer.fit` has an example.
 
     Args:
         model: the model.
@@ -167,12 +263,12 @@ def check_fit(
         *args: arguments of the model.
         chains: number of chains.
         flips: flips of gates in each chain; the first third is not counted.
-        draws: number of the guide's draws for the evidence.
+        draws: number of draws for the evidence; the importance weights take twice as many beside other latents.
         seed: seed of the random numbers; the global random state is then left as it was.
         **kwargs: keyword arguments of the model.
 
     Returns:
-        What moved, the repaired probabilities and advice.
+        What is off, the repaired probabilities and advice.
 
     Raises:
         TypeError: ``guide`` is not an AutoSpikeSlab, or a number is not whole.
@@ -184,33 +280,140 @@ def check_fit(
     expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
     expect_count(1, chains=chains, flips=flips, draws=draws)
     with seeded(seed):
-        collapsed, log_likelihood = guide.collapsed_at_means(model, args, kwargs)
-        quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
-        if quadratic:
-            collapsed = guide.collapse(model, args, kwargs, chains)
-        drawn, probs = guide.draws(chains), guide.active_probs()
-        start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
-        running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
-        run = tempered_gibbs(
-            collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running
-        )
-        if not quadratic:
-            run = reweighted(run, log_likelihood, collapsed.quadratic)
-        evidence = Evidence.of(log_ratios(model, guide, args, kwargs)[0](draws))
-    repaired = collapsed.gates.apart(run.active_probs)
-    by_site = {name: repaired[name] - probs[name] for name in repaired}
+        return checked(model, guide, args, kwargs, chains, flips, draws)
+
+
+def _by_chains(
+    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, probs: dict[str, Tensor], chains: int, flips: int
+) -> tuple[dict[str, Tensor], bool]:
+    """P(z != 0) by chains, and whether these hold latents at their means whose uncertainty matters."""
+    drawn = guide.draws(chains)
+    expansions = guide.expansions(model, args, kwargs, drawn)
+    collapsed, log_likelihood = at_mean = next(expansions)
+    quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
+    if quadratic:
+        one, likelihood_of_one = next(expansions, at_mean)
+        quadratic = is_quadratic(likelihood_of_one, one.quadratic)
+    if quadratic:
+        collapsed, _ = next(expansions, at_mean)
+    start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
+    running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
+    run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
+    if not quadratic:
+        run = reweighted(run, log_likelihood, collapsed.quadratic)
+    is_held = not quadratic and local_latents(collapsed.others, *model_runs(model, args, kwargs, guide.slab))
+    return collapsed.gates.apart(run.active_probs), bool(is_held)
+
+
+@torch.no_grad()
+def checked(
+    model: Program,
+    guide: AutoSpikeSlab,
+    args: Args,
+    kwargs: Kwargs,
+    chains: int = 256,
+    flips: int = 90,
+    n: int = 1000,
+    fitted: bool | None = None,
+) -> FitCheck:
+    """What :func:`check_fit` returns, for n draws.
+
+    A fit says by ``fitted`` whether its draws are mapped, and takes importance weights where chains refuse the model.
+    """
+    probs = guide.active_probs()
+    try:
+        found, by_weights = _by_chains(model, guide, args, kwargs, probs, chains, flips)
+    except ValueError:
+        if fitted is None:
+            raise
+        found, by_weights = dict(probs), True
+    weighed = _weighed_draws(model, guide, args, kwargs, fitted, keep=True)[0]
+    of_guide = weighed(n)
+    ratios = of_guide.pop(_RATIO)
+    with guide.widened() as others:
+        wide = weighed(2 * n) if others else {**of_guide, _RATIO: ratios}
+    weights = wide.pop(_RATIO).double().softmax(0)
+    effective = float(1 / weights.square().sum())
+    few, by, sites = effective < _FEW, "chains", {}
+    error: float | Tensor = 0.0
+    for name, p in probs.items():
+        if by_weights and not few:
+            by, (found[name], _, error, *_) = "weights", _moments((wide[name] != 0).to(p), weights)
+        wrong = 2 * ((found[name] - p).abs() > _TOLERANCE + 2 * error).long()
+        sites[name] = SiteCheck(by, p, found[name], None, None, wrong.clamp(min=int(few and by_weights)))
+    own, other = guide.shown(of_guide), guide.shown(wide)
+    sites |= {name: _compared(x, other[name], weights, few) for name, x in own.items()}
+    guide.mark({name: site.check for name, site in sites.items()})
+
+    by_site = {name: found[name] - p for name, p in probs.items()}
     moved = max(float(change.abs().max()) for change in by_site.values())
-    return FitCheck(moved, moved <= _TOLERANCE, repaired, by_site, evidence, _advice(moved, by_site, probs, repaired))
-
-
-def _advice(moved: float, by_site: dict[str, Tensor], probs: dict[str, Tensor], repaired: dict[str, Tensor]) -> str:
-    if moved <= _TOLERANCE:
-        return f"Inclusion probabilities move by at most {moved:.3f}: the guide is where it should be."
-    site = max(by_site, key=lambda name: float(by_site[name].abs().max()))
-    index = int(by_site[site].abs().argmax())
-    before, after = (float(x[site].reshape(-1)[index]) for x in (probs, repaired))
-    return (
-        f"Inclusion probabilities move by up to {moved:.2f} (gate {index} of site {site!r}: from {before:.2f} to "
-        f"{after:.2f}): the guide misses a part of the posterior. Use gates='autoregressive' with slabs='structured', "
-        "more steps or restarts, or the probabilities of this check."
+    ok = not any(bool(site.check.any()) for site in sites.values())
+    advice = _advice(
+        _rows(sites), guide.is_joint, f"importance weights, of which {effective:.0f} of {len(weights)} draws count"
     )
+    return FitCheck(moved, ok, found, by_site, Evidence.of(ratios), advice, sites)
+
+
+def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    """Mean and standard deviation of weighted draws, their standard errors, and the deviation where they are not 0."""
+    x, weights = x.double(), weights.reshape(-1, *[1] * (x.dim() - 1))
+    mean = (weights * x).sum(0)
+    apart = (x - mean).square()
+    variance = (weights * apart).sum(0)
+    error, error_of_variance = ((weights * y).square().sum(0).sqrt() for y in (x - mean, apart - variance))
+    sd, tiny = variance.sqrt(), torch.finfo(x.dtype).tiny
+    unit = sd / (weights * (x != 0)).sum(0).sqrt().clamp(min=tiny)
+    return mean, sd, error, error_of_variance / (2 * sd).clamp(min=tiny), unit
+
+
+def _compared(own: Tensor, other: Tensor, weights: Tensor, few: bool) -> SiteCheck:
+    """A guide's draws of a site beside weighted ones."""
+    guide, found = _moments(own, torch.full((len(own),), 1 / len(own)).to(weights)), _moments(other, weights)
+    unit = torch.maximum(guide[4], found[4]).clamp(min=torch.finfo(weights.dtype).tiny)
+    off = torch.maximum((guide[0] - found[0]).abs(), (guide[1] - found[1]).abs()) / unit
+    error = torch.maximum(guide[2].hypot(found[2]), guide[3].hypot(found[3])) / unit
+    check = torch.where(off > _APART + 2 * error, 2, (error > _FEW**-0.5).long())
+    return SiteCheck("weights", guide[0], found[0], guide[1], found[1], torch.ones_like(check) if few else check)
+
+
+_Row = dict[str, Any]
+
+
+def _rows(sites: Mapping[str, SiteCheck]) -> list[_Row]:
+    """A row of the printed table for each entry of each site."""
+    rows = []
+    for name, site in sites.items():
+        columns = {key: x.reshape(-1).tolist() for key, x in site._asdict().items() if isinstance(x, Tensor)}
+        for i in range(site.check.numel()):
+            label = entry(name, site.check.shape, i)
+            own = {key: x[i] for key, x in columns.items()}
+            rows.append({"": label if "found_sd" in own else f"P({label} != 0)", "by": site.by, **own})
+    return rows
+
+
+def _advice(rows: list[_Row], is_joint: bool, weights: str) -> str:
+    """What was compared, and what to do."""
+    gates = sorted((row for row in rows if "found_sd" not in row), key=lambda row: -abs(row["found"] - row["guide"]))
+    wrong = [row for row in rows if row["check"] == 2 and row not in gates]
+    unchecked = [row[""] for row in rows if row["check"] == 1]
+    most, said = gates[0], []
+    if any(row["check"] == 2 for row in gates):
+        said.append(
+            f"Inclusion probabilities move by up to {abs(most['found'] - most['guide']):.2f} ({most['']} from "
+            f"{most['guide']:.2f} to {most['found']:.2f} by {most['by']}): the guide misses a part of the posterior."
+        )
+    if wrong:
+        first = "{} is {found:.2f} ± {found_sd:.2f}, in the guide {guide:.2f} ± {guide_sd:.2f}".format(
+            wrong[0][""], **wrong[0]
+        )
+        said.append(f"Of means and standard deviations {len(wrong)} are wrong by {weights}: {first}.")
+    if unchecked:
+        said.append(f"Unchecked are {len(unchecked)} entries, as {unchecked[0]}, by {weights}.")
+    if not said:
+        move = abs(most["found"] - most["guide"])
+        return (
+            f"Inclusion probabilities move by at most {move:.3f} by {most['by']}, means and standard deviations by no "
+            f"more than {_APART} standard deviations and noise by {weights}: the guide is where it should be."
+        )
+    better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
+    return " ".join((*said, f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates."))

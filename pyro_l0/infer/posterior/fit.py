@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.posterior.check_fit import Evidence, log_ratios
+from pyro_l0.infer.posterior.check_fit import Evidence, FitCheck, check_model, checked, log_ratios
+from pyro_l0.infer.runs import Args, Kwargs, Program, forked_generators
 
 _BETAS = (0.9, 0.99)
 _LAST_RATE = 0.02  # of the learning rates, at the end
@@ -29,6 +30,7 @@ _DRAWS_TO_CHECK = 256
 _SMALL = 1e-3  # nats that the evidence lower bound may lack, estimated as half that variance
 _DRAWS = 8_000  # for the evidence in the end
 _FALLING = 0.1  # nats by which a loss that has converged does not fall any more
+_MOST_CHECKED = 200  # slab entries, whose second derivatives take longer than the training
 _DISAGREE = 0.1  # in an inclusion probability, between restarts
 
 
@@ -41,7 +43,9 @@ class Fit:
         evidence: estimates of the log evidence from the trained guide.
         restarts: evidence lower bound of each restart in nats.
         disagreement: largest difference of an inclusion probability between a restart and the best.
-        converged: whether the loss had stopped falling.
+        converged: whether the loss had stopped falling, restarts agree and nothing is wrong by the check.
+        check: that of :func:`~pyro_l0.infer.check_fit`, by importance weights alone where chains refuse the model; None
+            where the training had not converged, for over 200 slab entries, and in subsampled plates.
     """
 
     losses: list[float]
@@ -49,6 +53,7 @@ class Fit:
     restarts: list[float] = field(default_factory=list)
     disagreement: float = 0.0
     converged: bool = True
+    check: FitCheck | None = None
 
     @property
     def elbo(self) -> float:
@@ -57,7 +62,7 @@ class Fit:
 
     @property
     def log_evidence(self) -> float:
-        """The importance-weighted bound in nats, tighter than the evidence lower bound."""
+        """The importance-weighted bound in nats, tighter than the evidence lower bound where no rows are drawn."""
         return self.evidence.importance_weighted
 
 
@@ -99,7 +104,7 @@ def fit(
         ValueError: an option is out of range.
 
     Warns:
-        UserWarning: the loss was still falling at the last step, or restarts disagree.
+        UserWarning: the loss was still falling at the last step, restarts disagree, or the check fails.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -135,6 +140,7 @@ def fit(
     guide(*args, **kwargs)
     start = copy.deepcopy(guide.state_dict())
     ratios, mapped = log_ratios(model, guide, args, kwargs)
+    has_noise = check_model(model, guide, args, kwargs, mapped)
     found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
     for i in range(restarts):
         if i:  # from the start, with normal noise of deviation 1 on the gates' log odds
@@ -153,7 +159,7 @@ def fit(
         loss = partial(elbo.differentiable_loss, model, guide, *args, **kwargs)
         optimiser = torch.optim.Adam(guide.parameter_groups(learning_rate), betas=_BETAS)
         losses = _train(loss, optimiser, ratios, steps, f"restart {i + 1} of {restarts}, " if progress else None)
-        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS)), converged=_has_converged(losses, steps))
+        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), converged=_has_converged(losses, steps))
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
     best, state, probs = max(found, key=lambda entry: entry[0].elbo)
     guide.load_state_dict(state)
@@ -165,14 +171,27 @@ def fit(
             "Give more steps.",
             stacklevel=2,
         )
+    better = "" if guide.is_joint else ", or gates='autoregressive' with slabs='structured'"
     if best.disagreement > _DISAGREE:
+        best.converged = False
         warnings.warn(
             f"Restarts disagree by {best.disagreement:.2f} in an inclusion probability, with evidence lower bounds "
-            f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps or "
-            "gates='autoregressive'.",
+            f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps{better}.",
             stacklevel=2,
         )
+    best.check = _checked(model, guide, args, kwargs, mapped) if best.converged else None
+    if best.check is not None and best.check.is_wrong:
+        best.converged = False
+        warnings.warn(best.check.advice, stacklevel=2)
     return best
+
+
+def _checked(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool) -> FitCheck | None:
+    """The check of a guide; None for a large one, and in subsampled plates."""
+    with forked_generators(), torch.no_grad():
+        drawn = guide.draw_together(1)
+        size = sum(x.shape.numel() for name, x in (drawn or {}).items() if name in guide.slab)
+        return checked(model, guide, args, kwargs, fitted=mapped) if 0 < size <= _MOST_CHECKED else None
 
 
 def _train(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import pyro
@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_map
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
-from pyro_l0.infer.guides.mean_field import Layout
+from pyro_l0.infer.guides.mean_field import SUM_OUT, Layout
+from pyro_l0.infer.log_density import POINTS, Point, check_repeats, check_target, trace_at
 from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
-from pyro_l0.infer.runs import log_prob, sample_sites
+from pyro_l0.infer.runs import is_scaled, log_prob, sample_sites, seeded
 from pyro_l0.maths.backend import Context, apply
 
 __all__ = ["MOST_GATES", "LogJoint", "recorded_with_slope"]
@@ -116,6 +117,9 @@ class LogJoint:
         self._model: Model = lambda: reparameterised(*args, **kwargs)
         self.sites = _checked_run(self._model, (), {})
         latent = {name: site for name, site in self.sites.items() if not site["is_observed"] and not _has_atoms(site)}
+        for name, site in latent.items():
+            if site["fn"].support.is_discrete:
+                raise NotImplementedError(f"Site {name!r} is discrete, {site['fn']}: {SUM_OUT}")
         self.latent = Layout(latent, {name: biject_to(site["fn"].support) for name, site in latent.items()})
         self.binary = Layout({name: site for name, site in self.sites.items() if _has_atoms(site)})
         values = {name: site["value"].detach() for name, site in self.sites.items()}
@@ -127,8 +131,10 @@ class LogJoint:
                 f"{self.binary.size} at {sorted(self.binary.shapes)}. Use gates that a sampler moves, such as "
                 "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab instead."
             )
+        check_repeats(self._model, {name: values[name] for name in (*self.latent.shapes, *self.binary.shapes)})
         self.codes = _codes(self.binary.size, self.start)
         self._vectorises = self._check_vectorised()
+        self._check_density()
 
     def __call__(self, vector: Tensor, code: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The log joint density at one point, and the values of the latent and the deterministic sites there.
@@ -192,6 +198,30 @@ class LogJoint:
             )
         return good
 
+    @torch.no_grad()
+    def _check_density(self) -> None:
+        """Compare the density with that of the trace."""
+        with seeded(0):
+            vectors = 0.5 * torch.randn(POINTS, self.latent.size).to(self.start)
+            codes = self.codes[torch.randint(len(self.codes), (POINTS,))]
+        values = self.many(vectors, codes)[1]
+        points = [{x: values[x][i] for x in (*self.latent.shapes, *self.binary.shapes)} for i in range(POINTS)]
+        advice = "Let no code of the model depend on how many dimensions its draws have."
+        check_target(self._model, points, self._densities, "sample_posterior", advice)
+
+    def _densities(self, points: Sequence[Point]) -> Tensor:
+        """Log densities with respect to the values of the sites, shape ``(n,)``."""
+        vectors, codes, jacobians = [], [], []
+        for point in points:
+            sites: dict[str, Site] = trace_at(self._model, point).nodes
+            transforms = {name: biject_to(sites[name]["fn"].support) for name in self.latent.shapes}
+            reals = {name: transform.inv(point[name]) for name, transform in transforms.items()}
+            vectors.append(torch.cat([self.start[:0], *(x.reshape(-1) for x in reals.values())]))
+            codes.append(torch.cat([self.start[:0], *(point[x].reshape(-1) for x in self.binary.shapes)]))
+            logs = [x.log_abs_det_jacobian(reals[name], point[name]).sum() for name, x in transforms.items()]
+            jacobians.append(torch.stack([self.start.new_zeros(()), *logs]).sum())
+        return self.many(torch.stack(vectors), torch.stack(codes))[0] - torch.stack(jacobians)
+
 
 class _At(Messenger):
     """Give latent sites their values, on the real line but for binary gates, and add up the log probabilities."""
@@ -203,9 +233,7 @@ class _At(Messenger):
         self.values: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
-        if site_is_subsample(msg):
-            return _refuse_random_data(msg)
-        if msg["is_observed"]:
+        if site_is_subsample(msg) or msg["is_observed"]:
             return
         msg["value"] = given = self._given[msg["name"]]
         if msg["name"] not in self._binary:
@@ -218,26 +246,24 @@ class _At(Messenger):
         if site_is_subsample(msg):
             return
         fixed = is_deterministic(msg)
-        if fixed or not msg["is_observed"]:
+        if fixed or not msg["is_observed"] or find_gate(msg["fn"]) is not None:
             self.values[msg["name"]] = msg["value"]
         if not fixed:
             self.log_prob = self.log_prob + log_prob(msg).sum()
-
-
-def _refuse_random_data(plate: Site) -> None:
-    size, drawn = plate["fn"].size, plate["fn"].subsample_size
-    if plate["value"] is None and drawn is not None and drawn < size:
-        raise ValueError(
-            f"Expected a model of all its data, but plate {plate['name']!r} draws {drawn} of {size} anew in every run. "
-            "Leave subsample_size out."
-        )
 
 
 def _checked_run(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Site]:
     """The sample sites of one run, with every check that Pyro makes of them."""
     trace = poutine.trace(model).get_trace(*args, **kwargs)
     trace.compute_log_prob()
-    return sample_sites(trace)
+    sites = sample_sites(trace)
+    for name, site in sites.items():
+        if _has_atoms(site) and not isinstance(find_gate(site["fn"]), BernoulliGate) and is_scaled(site):
+            raise ValueError(
+                f"Expected gate site {name!r} without a scale or a mask, as the power of its density is that of no "
+                f"clipped variable, but got {site['fn']} under one. Take a BernoulliGate, which may have both."
+            )
+    return sites
 
 
 def _has_atoms(site: Site) -> bool:

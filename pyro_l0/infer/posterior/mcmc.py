@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_l0.expect import expect_count
 from pyro_l0.infer.guides.summaries import JointDraws, Summary, entry, import_arviz
 from pyro_l0.infer.posterior.log_joint import LogJoint, Model, recorded_with_slope
-from pyro_l0.infer.runs import seeded
+from pyro_l0.infer.runs import own_scale, seeded
 from pyro_l0.infer.slabs import Alignment, GateSite, alignment_of, gate_site, product_name, slab_to_gate
 
 __all__ = ["GatedSlab", "PosteriorSamples", "moved_by_swaps", "sample_posterior", "slabs_of"]
@@ -44,6 +44,12 @@ class _Swap(NamedTuple):
 
 def slabs_of(log_joint: LogJoint, slab: Mapping[str, GateSite]) -> list[GatedSlab]:
     """The slabs with their gates; refuses gates that do not fit."""
+    for name in slab:
+        if name in log_joint.sites and bool((torch.as_tensor(own_scale(log_joint.sites[name])) == 0).any()):
+            raise ValueError(
+                f"Expected slab site {name!r} to have a proper prior, but a mask makes it flat, and nothing bounds the "
+                "slab of a closed gate. Mask the observations alone."
+            )
     return [GatedSlab(name, gate_site(x), alignment_of(name, x, log_joint.sites)) for name, x in slab.items()]
 
 
@@ -58,7 +64,8 @@ def moved_by_swaps(
     keep = torch.linspace(0, len(vectors) - 1, min(len(vectors), _MOST_DRAWS)).long()
     vectors, codes = vectors[keep], codes[keep]
     density, values = log_joint.many(vectors, codes)
-    before = {gate: _active(values[gate]) for gate in sorted({slab.gate for slab in slabs})}
+    latent = {slab.gate for slab in slabs if slab.gate in log_joint.gates}
+    before = {gate: _active(values[gate]) for gate in sorted(latent)}
     for swap in _swaps(log_joint, slabs, before):
         new_vectors, new_codes = vectors[:, swap.vector] * swap.signs, codes[:, swap.code]
         new_density = log_joint.many(new_vectors, new_codes)[0]

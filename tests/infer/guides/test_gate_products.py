@@ -10,7 +10,7 @@ from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
 from tests.reference_posteriors import all_gates
 
 N = 40
-OTHERWISE = r" Sum the gates out by sample_posterior, or use gates='mean_field'.* without hyper and refine\."
+OTHERWISE = r" Sum the gates out by sample_posterior, or, for a fit alone, use gates='mean_field'.* without hyper\."
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_a_guide_of_products_learns_the_posterior(model):
     x, y, probs, evidence = exact(model)
     guide = AutoSpikeSlab(model, CASES[model][0], gates="autoregressive", slabs="structured")
     result = fit(model, guide, x, y, seed=0, steps=400)
-    torch.testing.assert_close(together(guide.active_probs(), guide), probs, atol=0.02, rtol=0)
+    torch.testing.assert_close(together(guide.active_probs(), guide), probs, atol=0.03, rtol=0)
     assert result.elbo == pytest.approx(evidence, abs=0.05)
     assert check_fit(model, guide, x, y, seed=0).ok
 
