@@ -136,11 +136,13 @@ class Presence:
         found = np.full((2, axis.size), FALSE)
         if rest and all(link.target_entries is None for link in links):
             found = self._together(operation, rest).repeat(axis.size, axis=1)
-            found = _without_indices(found, rest)
+            found = _without_factors(found, rest)
         for link in links:
             each = _spread(link, self.known[link.source])
             of_link = [x for x in linked if any(link.source is axis for axis in self.maps.axes[x])]
-            found = self.statements.some_each(found, _without_indices(each, of_link))
+            found = self.statements.some_each(found, _without_factors(each, of_link))
+        if operation.name == "aten::glu":  # the last link is from the half that makes its zeros
+            found[NONZERO] = _spread(links[-1], self.known[links[-1].source])[NONZERO]
         read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
         if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
             found[VARYING] = self.statements.some_of(found[VARYING])
@@ -170,9 +172,9 @@ def _rows(axis: Axis) -> Index:
     return np.where(np.stack([axis.kinds != ZERO, axis.kinds == VARIES]), np.int64(TRUE), np.int64(FALSE))
 
 
-def _without_indices(entries: Index, values: Iterable[Value]) -> Index:
-    """Statements of a result that is zero with closed gates, so that indices, which are always there, add nothing."""
-    if any(value.dtype.is_floating_point or value.dtype.is_complex for value in values):
+def _without_factors(entries: Index, values: Iterable[Value]) -> Index:
+    """Statements of a result that is zero with closed gates: indices and parameters, always there, add nothing."""
+    if any(not value.names and (value.dtype.is_floating_point or value.dtype.is_complex) for value in values):
         return entries
     return np.stack([np.where(entries[NONZERO] == TRUE, FALSE, entries[NONZERO]), entries[VARYING]])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -17,7 +18,8 @@ __all__ = ["FALSE", "TRUE", "Clause", "Needs", "NormalForms", "Statements", "Tru
 
 Clause = frozenset[int]
 TRUE, FALSE = 0, 1
-_CASES = 512
+_CASES = 512  # at random, which spare searches for a proof that would fail
+_LEAST = 16  # of a statement that is not proven to imply another
 
 
 class Statements(ABC):
@@ -96,8 +98,8 @@ class NormalForms(Statements):
 
     A literal is an open gate or, numbered behind the gates, another statement: written out, a disjunction of long
     conjunctions would have too many clauses. Absorption leaves out every clause that is seen to follow from another.
-    Statements of the same clauses have one number; whether others hold in the same cases, ``implies`` says.
-    ``sizes`` are the numbers of gates of each site.
+    Statements of the same clauses have one number. What follows is proven part by part, as in a free lattice; what no
+    random case refutes may also follow otherwise, which ``is_proven`` says. ``sizes`` are each site's numbers of gates.
 
     Example:
         >>> statements = NormalForms([2])
@@ -118,6 +120,7 @@ class NormalForms(Statements):
         self._literals: dict[int, int] = {}
         self._with_clause: dict[Clause, set[int]] = {}  # literals of statements that have it
         self.is_proven = True  # whether what no case refuted was also proven, each time
+        self._random = random.Random(0)
         self._gate_cases = _cases(sizes)
         self._clause_cases: dict[Clause, int] = {}
         self._cases: dict[int, int] = {}  # by statement
@@ -171,8 +174,37 @@ class NormalForms(Statements):
     def implies(self, one: int, other: int) -> bool:
         if self._cases_with(one) & ~self._cases_with(other):
             return False
-        self.is_proven &= self._implies(one, other)
+        if not self._implies(one, other):
+            if not all(self.holds([other], self._least(one))[other] for _ in range(_LEAST)):
+                return False
+            self.is_proven = False
         return True
+
+    def _least(self, statement: int) -> set[int]:
+        """Few gates, drawn at random, that make a statement hold if they alone are open."""
+        found, waiting = set[int](), [statement]
+        while waiting:
+            for clause in self._clauses[waiting.pop()]:
+                literal = self._random.choice(sorted(clause))
+                if literal < self._gates:
+                    found.add(literal)
+                else:
+                    waiting.append(self.of_literals[literal - self._gates])
+        return found
+
+    def holds(self, statements: Iterable[int], opened: Set[int]) -> dict[int, bool]:
+        """Whether each of some statements holds if these gates alone are open."""
+        found = dict[int, bool]()
+
+        def find(statement: int) -> bool:
+            if statement not in found:
+                found[statement] = all(
+                    any(x in opened if x < self._gates else find(self.of_literals[x - self._gates]) for x in clause)
+                    for clause in self._clauses[statement]
+                )
+            return found[statement]
+
+        return {statement: find(statement) for statement in statements}
 
     def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
         """One of several statements: what all have in common, and one of what else there is to each."""
@@ -252,13 +284,14 @@ class NormalForms(Statements):
         return known[one]
 
     def _candidates(self, one: int, clause: Clause) -> Iterator[int]:
-        """The literals of a clause that may follow from a statement: they stand for what needs no gate that it doesn't."""
+        """The literals of a clause that may follow from a statement: these need no gate that it does not need."""
         if clause not in self._by_gate:
-            index = self._by_gate[clause] = defaultdict[int, list[int]](list)
+            index = defaultdict[int, list[int]](list)
+            self._by_gate[clause] = index
             for literal in (x for x in clause if x >= self._gates):
                 index[self._needed(self.of_literals[literal - self._gates])[0]].append(literal)
-        index = self._by_gate[clause]
-        return (literal for gate in self._needed(one) if gate in index for literal in index[gate])
+        found = self._by_gate[clause]
+        return (literal for gate in self._needed(one) for literal in found.get(gate, ()))
 
     def _needed(self, statement: int) -> list[int]:
         """The gates that are clauses of a statement, and -1."""
@@ -302,12 +335,13 @@ class NormalForms(Statements):
 def _cases(sizes: Sequence[int]) -> list[int]:
     """For each gate, in which cases it is open, a bit for each.
 
-    Of some sites, from few to most, few or no gates are open, of the others many.
+    Of some sites, from few to most, few or no gates are open, of the others many; in a quarter of the cases, nearly all.
     """
     rng = np.random.default_rng(0)
     shape = len(sizes), _CASES
     few = np.array(sizes)[:, np.newaxis] ** -rng.uniform(0, 1.5, shape)
     shares = np.where(rng.random(shape) < rng.random(_CASES) ** 3, few, rng.uniform(0.3, 1, shape))
+    shares[:, : _CASES // 4] = 1 - float(1 + sum(sizes)) ** -rng.uniform(0, 1, _CASES // 4)
     parts = [np.packbits(rng.random((size, _CASES)) < share, axis=1) for size, share in zip(sizes, shares, strict=True)]
     return [int.from_bytes(row.tobytes(), "big") for part in parts for row in part]
 
