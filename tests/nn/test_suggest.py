@@ -409,7 +409,6 @@ FLATTENED = {
     "pool and flatten": lambda: _into_flatten(
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3)
     ),
-    "norm behind": lambda: _into_flatten(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3)),
     "pixel shuffle": lambda: _into_flatten(nn.Conv2d(4, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 3, 1)),
     "flatten from the middle": lambda: _into_flatten(nn.Flatten(2), nn.Flatten(), nn.Linear(64, 3)),
 }

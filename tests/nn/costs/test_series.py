@@ -15,7 +15,7 @@ from pyro_l0.nn.engine import record, rule
 from pyro_l0.nn.engine.dependency import find_dependencies
 from pyro_l0.nn.engine.statements import NormalForms, TruthTables
 from pyro_l0.nn.gate import gate_names
-from tests.bench.pruning.fuzz_cost import Excited, difference
+from tests.bench.fuzz_cost import Excited, difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 
@@ -199,7 +199,7 @@ def test_a_wrong_statement_is_refused_by_the_name_of_its_weight(name, wrong, mon
 
 def test_gates_of_the_fuzz_are_there():
     """The thirty networks have gates, by hand and suggested."""
-    from tests.bench.pruning.fuzz_cost import make
+    from tests.bench.fuzz_cost import make
 
     numbers = [len(gate_names(make(seed)[0])) for seed in range(1000, 1010)]
     assert sum(number > 0 for number in numbers) >= 8
