@@ -508,7 +508,8 @@ class NetworkCost:
         """An expected count; where a statement is not proven, that of given gates is found from what they leave."""
         self._check(active)
         total = count(active)
-        if self._dependencies.statements.is_proven or torch._C._are_functorch_transforms_active():
+        is_read = not (torch._C._are_functorch_transforms_active() or any(x.is_meta for x in active.values()))
+        if self._dependencies.statements.is_proven or not is_read:
             return total
         values = torch.cat([active[site].detach().cpu() for site in self.sizes])
         if bool(((values != 0) & (values != 1)).any()):
