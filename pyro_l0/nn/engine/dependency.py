@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from pyro_l0.nn.engine.analysis import analyse, choose_constants
+from pyro_l0.nn.engine.analysis import Analysis, analyse, choose_constants
 from pyro_l0.nn.engine.maps import VARIES, ZERO, Axis, Index, Link, Maps, Mask, Read, Reshape
 from pyro_l0.nn.engine.record import Operation, Recording, Value
 from pyro_l0.nn.engine.statements import FALSE, TRUE, Needs, Statements
@@ -195,9 +195,14 @@ class Dependencies(Generic[Of]):
 
     statements: Of
     sizes: dict[str, int]  # by site, the number of its gates, which statements number through in this order
-    maps: Maps  # with all gates open
+    opened: Analysis  # with all gates open
     units: list[Index]  # of every entry, by dimension, where gates keep the units in front and behind apart
     stays: Index  # by unit, the statement that it stays; gates that leave do so in a compacted network
+
+    @property
+    def maps(self) -> Maps:
+        """What the rules know, with all gates open."""
+        return self.opened.maps
 
     def remaining(self, axis: Axis) -> Index:
         """For each entry of a dimension, the statement that it stays."""
@@ -212,7 +217,8 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
     """
     sizes = {site: gate.size for site, gate in gate_names(recording.network).items()}
     ones = {site: torch.ones(size) for site, size in sizes.items()}
-    opened = analyse(recording, {}, ones).maps
+    whole = analyse(recording, {}, ones)
+    opened = whole.maps
     all_closed = analyse(recording, {site: torch.ones(size, dtype=torch.bool) for site, size in sizes.items()}, ones)
     for layer in all_closed.maps.constant_inputs:  # read only if no bias can absorb it, whatever becomes empty
         layer.reads[layer.candidates] = False
@@ -240,7 +246,7 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
     for read, entries in needs.read.items():
         remaining.add(units[read.axes[0].dimension], entries)
     remaining.solve(opened, gates)
-    return Dependencies(statements, sizes, opened, units, remaining.stays)
+    return Dependencies(statements, sizes, whole, units, remaining.stays)
 
 
 class _Remaining:

@@ -291,7 +291,7 @@ class NormalForms(Statements):
             for literal in (x for x in clause if x >= self._gates):
                 index[self._needed(self.of_literals[literal - self._gates])[0]].append(literal)
         found = self._by_gate[clause]
-        return (literal for gate in self._needed(one) for literal in found.get(gate, ()))
+        return (literal for gate in self._needed(one)[:-1] for literal in found.get(gate, ()))
 
     def _needed(self, statement: int) -> list[int]:
         """The gates that are clauses of a statement, and -1."""
