@@ -9,15 +9,15 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils import Tags, assert_all_finite
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
-from pyro_l0.selection.methods.likelihoods import CoxLikelihood
-from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
+from pyro_l0.selection.families import Bernoulli, Binomial, Cox, Multivariate, NegativeBinomial, Ordinal, Student
+from pyro_l0.selection.families.cox import CoxLikelihood
+from pyro_l0.selection.predictive import linear_predictors, parts_of
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, warn_of_separation
 
 __all__ = [
@@ -108,7 +108,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
             raise ValueError(f"Expected times of shape (T,) without NaN, but got {times!r}; pass a list of numbers.")
         old, y, _, known, _ = self._data
         time, event = torch.from_numpy(np.abs(y)), torch.from_numpy(~np.signbit(y))
-        likelihood = CoxLikelihood(time, event, self._family == "efron")
+        likelihood = CoxLikelihood(time, event, None, self.ties == "efron")
         before = np.searchsorted(likelihood.times.numpy()[::-1], at, side="right")
         total = np.zeros((len(new[0]), len(at)))
         for draws in parts_of(self.draws_, max(len(y), total.size)):
@@ -147,7 +147,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
                 "Expected times that are not negative, and at least one event, but got a smallest time of "
                 f"{time.min():g} and {np.count_nonzero(event)} events; a field of type bool says where it happened."
             )
-        self._family = "efron" if self.ties == "efron" else "breslow"
+        self._family = Cox(self.ties == "efron")
         return found, np.copysign(time, event - 0.5)
 
 
@@ -185,7 +185,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         array([2])
     """
 
-    _family = "bernoulli"
+    _family = Bernoulli()
     _is_positive = True
 
     def fit(
@@ -211,7 +211,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         super().fit(X, _shares(successes, total), total * own, offset)
         successes, total, own = (part[total * own > 0] for part in (successes, total, own))
         self._data = self._data._replace(y=successes, weight=own, trials=total)
-        self.log_evidence_ += float(own @ log_choices(successes, total))
+        self.log_evidence_ += float(own @ Binomial(total).log_constant(torch.from_numpy(successes))[0].numpy())
         return self
 
     def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
@@ -219,8 +219,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
 
         Times the trials, it is their expected number. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
         """
-        new = self._validated_new(X, offset)
-        return summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
+        return self._expected(*self._validated_new(X, offset))
 
     def score(
         self,
@@ -295,13 +294,7 @@ class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
         array([2])
     """
 
-    _family = "negative_binomial"
-
-    def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
-        alpha = self.draws_.learned["dispersion"][:, None]
-        with np.errstate(over="ignore"):
-            more = summaries(self.draws_, x, offset, lambda eta: (alpha * np.exp(2 * eta[..., 0])).mean(0))
-            return np.sqrt(super()._deviation(x, offset, mean) ** 2 + more)
+    _family = NegativeBinomial()
 
 
 class SpikeSlabOrdinal(SpikeSlabClassifier):
@@ -336,14 +329,11 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
 
     def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
         """As :meth:`SpikeSlabClassifier.predict_proba`, with an offset of shape ``(m,)`` for any number of classes."""
-        new = self._validated_new(X, offset)
-        cuts = self.draws_.learned["thresholds"][:, None]
-        below = summaries(self.draws_, *new, lambda predictor: expit(cuts - predictor).mean(0))
-        return np.diff(below, axis=1, prepend=0.0, append=1.0)
+        return super().predict_proba(X, offset)
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, numbers = super()._validated(x, y)
-        self._family, self._outputs = "ordinal", None
+        self._family, self._outputs = Ordinal(len(self.classes_)), None
         dtype: Any = getattr(y, "dtype", None)
         if getattr(dtype, "ordered", False):
             order = dtype.categories.get_indexer(self.classes_).argsort()
@@ -391,8 +381,6 @@ class SpikeSlabRobust(SpikeSlabRegression):
         array([0, 3])
     """
 
-    _family = "student"
-
     degrees_of_freedom: float | None = None
 
     def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # type: ignore[override]
@@ -401,6 +389,10 @@ class SpikeSlabRobust(SpikeSlabRegression):
         Arguments are those of :meth:`SpikeSlabRegressor.predict`; ``predict_quantiles`` has intervals.
         """
         return self._mean(*self._validated_new(X, offset))
+
+    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        self._family = Student(self.degrees_of_freedom)
+        return super()._validated(x, y)
 
 
 class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
@@ -435,13 +427,13 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         (array([1]), (100, 3))
     """
 
-    _family = "multivariate"
     _has_outputs = True
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
         target = np.array(target, dtype=np.float64).reshape(len(target), -1)
         self._outputs = "response", list(getattr(y, "columns", range(target.shape[1])))
+        self._family = Multivariate(target.shape[1])
         return found, target
 
     def __sklearn_tags__(self) -> Tags:

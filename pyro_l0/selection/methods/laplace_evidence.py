@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Point, Step, maximise
+from pyro_l0.selection.families.likelihood import Likelihood
 from pyro_l0.selection.methods.grid import (
     Batch,
     Grid,
@@ -20,7 +21,6 @@ from pyro_l0.selection.methods.grid import (
     nodes_around_mode,
     sparse_rows,
 )
-from pyro_l0.selection.methods.likelihoods import Likelihood, likelihood_of
 from pyro_l0.selection.problem import Draws, Problem
 
 __all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode", "weighted_design"]
@@ -192,7 +192,7 @@ class LaplaceEvidence(GridEvidence[Batch]):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._p = problem.x.shape[1]
-        self._likelihood = likelihood_of(problem)
+        self._likelihood = problem.likelihood
         self._columns = problem.x.T.contiguous()
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
