@@ -115,6 +115,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         "standardize": ["boolean"],
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
+        "family": [Family],
         "ties": [StrOptions({"breslow", "efron"})],
         "random_state": ["random_state"],
         "verbose": ["boolean"],
@@ -576,7 +577,8 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         mean = self._expected(*new)
         if not return_std:
             return mean
-        return mean, np.sqrt(summaries(self.draws_, *new, lambda eta: variances(self._family, eta, self.draws_)))
+        around = (new[0], None) if self._family.is_location else new  # an offset only shifts them
+        return mean, np.sqrt(summaries(self.draws_, *around, lambda eta: variances(self._family, eta, self.draws_)))
 
     def score(
         self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None

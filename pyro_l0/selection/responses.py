@@ -15,7 +15,16 @@ from sklearn.utils import Tags, assert_all_finite
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
-from pyro_l0.selection.families import Bernoulli, Binomial, Cox, Multivariate, NegativeBinomial, Ordinal, Student
+from pyro_l0.selection.families import (
+    Bernoulli,
+    Binomial,
+    Cox,
+    Family,
+    Multivariate,
+    NegativeBinomial,
+    Ordinal,
+    Student,
+)
 from pyro_l0.selection.families.cox import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, parts_of
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, warn_of_separation
@@ -23,6 +32,7 @@ from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonR
 __all__ = [
     "SpikeSlabBinomialRegressor",
     "SpikeSlabCox",
+    "SpikeSlabGLM",
     "SpikeSlabMultiTaskRegressor",
     "SpikeSlabNegativeBinomial",
     "SpikeSlabOrdinal",
@@ -108,7 +118,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
             raise ValueError(f"Expected times of shape (T,) without NaN, but got {times!r}; pass a list of numbers.")
         old, y, _, known, _ = self._data
         time, event = torch.from_numpy(np.abs(y)), torch.from_numpy(~np.signbit(y))
-        likelihood = CoxLikelihood(time, event, None, self.ties == "efron")
+        likelihood = CoxLikelihood(time, event, self.ties == "efron")
         before = np.searchsorted(likelihood.times.numpy()[::-1], at, side="right")
         total = np.zeros((len(new[0]), len(at)))
         for draws in parts_of(self.draws_, max(len(y), total.size)):
@@ -164,6 +174,49 @@ def _times_and_events(y: ArrayLike) -> tuple[Any, NDArray[np.bool_]]:
             "it by np.rec.fromarrays([event, time], names='event,time')."
         )
     return kinds["time"], kinds["event"]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SpikeSlabGLM(SpikeSlabRegression):
+    r"""Regression of any response, with coefficients that are exactly zero or not.
+
+    The response is a :class:`~pyro_l0.selection.families.Family`, one of the library's or one of your own: it says how
+    observations depend on the intercept plus X beta. Parameters of the family are learned beside the coefficients by
+    exact chains; without any, the posterior is found as that of :class:`SpikeSlabPoissonRegressor`.
+
+    Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
+
+    Args:
+        family: the distribution of y.
+
+    Attributes:
+        coef_: posterior means of the coefficients, shape ``(p,)``, or ``(K, p)`` of a family with K linear predictors.
+        intercept_: posterior mean of the intercept, or of K of them.
+
+    The posterior means of the family's parameters are attributes by their names with an underscore.
+
+    Example:
+        >>> import numpy as np
+        >>> from pyro_l0.selection.families import Poisson
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(100, 4))
+        >>> counts = rng.poisson(np.exp(1 + x[:, 2]))
+        >>> SpikeSlabGLM(family=Poisson(), random_state=0).fit(x, counts).select()
+        array([2])
+    """
+
+    family: Family
+
+    @property
+    def _has_outputs(self) -> bool:  # type: ignore[override]
+        return self.family.has_outputs
+
+    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        family = self._family = self.family
+        is_several = family.has_outputs and family.is_location
+        found, target = self._finite(x, y, y_numeric=True, multi_output=is_several, ensure_min_samples=2)
+        self._outputs = ("output", range(family.outputs)) if family.has_outputs else None
+        return found, np.array(target, dtype=np.float64)
 
 
 class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]

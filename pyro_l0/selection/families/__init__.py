@@ -31,7 +31,7 @@ __all__ = [
 
 
 def _classes(y: ArrayLike) -> int:
-    return int(np.max(y)) + 1 if np.size(y) else 1
+    return int(np.asarray(y).max(initial=0)) + 1
 
 
 _NAMED: dict[str, Callable[[ArrayLike], Family]] = {

@@ -33,7 +33,7 @@ class Cox(Family):
         self.efron = efron
 
     def likelihood(self, y: Tensor, weight: Tensor | None, offset: Tensor | None, unit: float) -> CoxLikelihood:
-        return CoxLikelihood(y.abs(), ~y.signbit(), offset, self.efron)
+        return CoxLikelihood(y.abs(), ~y.signbit(), self.efron, offset)
 
     def null_predictor(self, y: Tensor, weight: Tensor) -> Tensor:
         return y.new_zeros(1)
@@ -66,7 +66,7 @@ class CoxLikelihood(Likelihood):
     variables with probabilities a exp(eta) / S. All sums are cumulative in the order of decreasing times.
     """
 
-    def __init__(self, time: Tensor, event: Tensor, offset: Tensor | None, efron: bool) -> None:
+    def __init__(self, time: Tensor, event: Tensor, efron: bool, offset: Tensor | None = None) -> None:
         self._offset = 0.0 if offset is None else offset
         order = np.lexsort((event.numpy(), -time.numpy()))  # of equal times, those without an event first
         self._order, self._inverse = torch.from_numpy(order), torch.from_numpy(np.argsort(order))

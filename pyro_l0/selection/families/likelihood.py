@@ -166,7 +166,27 @@ class FamilyLikelihood(Likelihood):
             theta = torch.cat([theta, on_line.flatten()])
         self.theta = theta[None]
         self._shaped = shaped(family, self.named())  # as the family takes them
+        self._check()
         self._constant = None if len(theta) else (family.log_constant(self._distinct) * self._times).sum(-1)
+
+    def _check(self) -> None:
+        """A density of another shape would be broadcast, and each observation counted more than once."""
+        n = len(self._y)
+        eta = self._y.new_zeros(2, n, self._family.outputs)[..., slice(None) if self._family.has_outputs else 0]
+        start = {name: value.expand(2, *value.shape[1:]) for name, value in self._shaped.items()}
+        density = self._family.log_density(self._y, eta, **start)
+        constant = self._family.log_constant(self._y, **start)
+        if density.shape not in (eta.shape, (2, n)) or constant.shape not in ((1, n), (2, n)):
+            raise ValueError(
+                f"Expected the log density of {self._family} to have the shape {tuple(eta.shape)} of its linear "
+                f"predictors, and log_constant (2, {n}), but got {tuple(density.shape)} and {tuple(constant.shape)}; "
+                "parameters have a dimension of one in place of the observations."
+            )
+        if not bool((self._family.derivatives(self._y, eta, **start)[1] > 0).any()):
+            raise ValueError(
+                f"Expected the log density of {self._family} to curve down somewhere, but its second derivatives are "
+                "none or positive at linear predictors of zero; override derivatives with minus their expectation."
+            )
 
     def value(self, eta: Tensor) -> Tensor:
         parameters = self._shaped
