@@ -20,6 +20,7 @@ __all__ = ["POINTS", "Point", "check_repeats", "check_target", "trace_at"]
 
 POINTS = 8  # at which a target is compared
 _CLOSE, _RELATIVE = 1e-3, 1e-4  # nats by which changes of a log density may differ, and their share of it
+SHOW = "Draw it by pyro.sample, hide no site by poutine.block, and sum out what is discrete"
 _ROUNDING = 100  # errors of rounding in its sum
 
 Point = Mapping[str, Tensor]  # values of all latent sites, and of the rows of plates where these are drawn
@@ -43,7 +44,7 @@ def check_repeats(model: Model, point: Point) -> None:
     if moved:
         rows = [name for name, site in first.nodes.items() if draws_rows(site) and name not in point]
         why = f"plate {rows[0]!r} draws a part of the data anew" if rows else "something is drawn that is no site"
-        how = "Leave subsample_size out, or hand the part on by subsample=..." if rows else "Draw it by pyro.sample"
+        how = "Leave subsample_size out, or hand the part on by subsample=..." if rows else SHOW
         raise ValueError(
             "Expected a model whose log joint is the same in every run at the same values of its sites, but that of "
             f"{', '.join(map(repr, moved))} is not: {why}. {how}."

@@ -57,9 +57,7 @@ def _by_names(given: Any, names: Sequence[Any], values: str, kinds: str) -> Arra
             by = "names or positions" if has_positions or isinstance(names, range) else "names"
             raise ValueError(f"Expected {values} by {by} of {kinds}, but got {key!r}; there are {len(names)}.")
         if not np.isnan(found[place[key]]):
-            raise ValueError(
-                f"Expected one of the {values} for each of {kinds}, but {key!r} is there twice; rename it."
-            )
+            raise ValueError(f"Expected {values} by names of {kinds}, but {key!r} is there twice; leave one out.")
         found[place[key]] = value
     return found
 

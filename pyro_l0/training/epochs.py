@@ -140,7 +140,7 @@ _FORMAT = 3
 _SHORT = 40  # characters of a value that a message shows
 # Between two files of a run pass at least so many times the seconds that the last one took. What epochs cost beside
 # their training is then a small part of it, however short they are, however slow the disk and long the history.
-_SPARING = 50.0
+_SPARING = 100.0
 
 
 class Checkpoint:
@@ -364,7 +364,7 @@ class Trainable(Protocol):
 def epochs(run: Trainable, checkpoint: Checkpoint | None = None) -> Iterator[dict[str, Any]]:
     """Train a run to its end, and write checkpoints.
 
-    They come after epochs, the first and the last among them, and take at most a fiftieth of the time: short epochs
+    They come after epochs, the first and the last among them, and take at most a hundredth of the time: short epochs
     share one. If the caller stops at an epoch's entry, that epoch is not written, and a resumed run repeats it.
 
     Args:

@@ -9,6 +9,7 @@ import pytest
 from sklearn.base import clone
 
 from pyro_l0.selection import (
+    NeuralFeatureSelector,
     SpikeSlabClassifier,
     SpikeSlabCox,
     SpikeSlabMultiTaskRegressor,
@@ -99,7 +100,11 @@ def test_other_columns_are_refused(names, method):
         ([3, 1, 2, 4], {"rate": pd.Series(RATES)}, "Expected rates by names of features, but got 0; there are 4."),
         (list("aabc"), {"rate": {"a": 1}}, "Expected unique column names"),
         ([1, 1, 2, 3], {"rate": {1: 1}}, "Expected unique column names"),
-        (list("abcd"), {"rate": {"a": 1, 0: 1}}, "one of the rates for each of features, but 0 is there twice"),
+        (
+            list("abcd"),
+            {"rate": {"a": 1, 0: 1}},
+            "Expected rates by names of features, but 0 is there twice; leave one out.",
+        ),
         (list("abcd"), {"groups": {"a": 0, "b": 1, "c": 1, "e": 2}}, "Expected groups by names or positions of"),
         (list("abcd"), {"groups": {"a": 0, "b": 1, "c": 1}}, "Expected groups to be whole numbers from 0 on"),
         ([7, 8, 9, 6], {"groups": {7: 0, 8: 1, 9: 1.5, 6: 2}}, "Expected groups to be whole numbers from 0 on"),
@@ -179,3 +184,14 @@ def test_features_of_dates_and_durations():
             SpikeSlabPoissonRegressor().fit(frame, y)
         units = frame.assign(d=frame["d"].astype("int64"))
         assert np.isfinite(SpikeSlabRegressor(**KNOWN).fit(units, y).coef_).all()
+
+
+@pytest.mark.parametrize("method", ["predict", "transform", "score"])
+def test_a_network_refuses_other_columns(method):
+    """As the regressions do."""
+    frame, y = numbers([3, 1, 2, 0])
+    model = NeuralFeatureSelector(n_features=2, max_steps=5, random_state=0).fit(frame, y)
+    more = (y,) if method == "score" else ()
+    getattr(model, method)(frame, *more)
+    with pytest.raises(ValueError, match=r"Expected the columns \[3, 1, 2, 0\], in this order"):
+        getattr(model, method)(frame[[0, 1, 2, 3]], *more)

@@ -1,6 +1,7 @@
 """Checkpoints: nothing is lost in a crash, and no damaged or foreign file is read."""
 
 import io
+import math
 import pickle
 import random
 import re
@@ -250,24 +251,24 @@ class Timed(Halving):
 
 @pytest.mark.parametrize(
     ("train", "write", "write_entry"),
-    [(1.0, 0.015, 0.0), (1.0, 0.5, 0.0), (0.01, 1.0, 0.0), (1.0, 0.015, 0.001)],
+    [(1.0, 0.007, 0.0), (1.0, 0.5, 0.0), (0.01, 1.0, 0.0), (1.0, 0.007, 0.001)],
     ids=["long epochs", "a slow disk", "short epochs", "a history that grows"],
 )
 @pytest.mark.parametrize("number", [50, 200, 800])
-def test_files_take_a_fiftieth_of_the_time(train, write, write_entry, number, monkeypatch):
+def test_files_take_a_hundredth_of_the_time(train, write, write_entry, number, monkeypatch):
     """Beside the first and the last one; and each epoch has one where that is within it."""
     run = Timed(number, train, write, write_entry)
     module = sys.modules[Checkpoint.__module__]
-    monkeypatch.setattr(module, "_SPARING", 50.0)
+    monkeypatch.setattr(module, "_SPARING", 100.0)
     monkeypatch.setattr(module.time, "perf_counter", lambda: run.now)
     assert len(list(epochs(run, run))) == number
     assert (run.written[0], run.written[-1]) == (1, number)
     took = [write + write_entry * n for n in run.written]
-    grown = 1 + 50 * write_entry / train  # meanwhile
-    assert sum(took[:-1]) <= took[0] + grown * number * train / 50 + 1e-9
+    grown = 1 + 100 * write_entry / train  # meanwhile
+    assert sum(took[:-1]) <= took[0] + grown * number * train / 100 + 1e-9
     if write_entry == 0:
-        every = -(-50 * write // train) if 50 * write > train else 1
-        assert run.written[:-1] == [*range(1, number, int(every))][: len(run.written) - 1]
+        every = max(1, math.ceil(100 * write / train))
+        assert run.written[:-1] == [*range(1, number, every)][: len(run.written) - 1]
 
 
 def test_a_training_that_diverges():

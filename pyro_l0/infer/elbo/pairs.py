@@ -19,16 +19,10 @@ from torch.distributions import Transform
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost, inside_events
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.infer.guides.mean_field import carried, transform_to_support
+from pyro_l0.infer.guides.mean_field import SUM_OUT, carried, transform_to_support
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.runs import forked_generators, is_scaled
 from pyro_l0.infer.slabs import Conditional, GateSite, gate_site
-
-#: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
-SUM_OUT = (
-    "sum it out in the model, by MixtureSameFamily or by a factor of torch.logsumexp over its values, or take a "
-    "BernoulliGate for 0 and 1."
-)
 
 
 def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistribution | None:

@@ -27,7 +27,6 @@ from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_names, check_shapes, is_zero
 from pyro_l0.infer.elbo.pairs import (
     FACTORISED,
-    SUM_OUT,
     check_auxiliary,
     check_draws,
     check_pair,
@@ -35,6 +34,7 @@ from pyro_l0.infer.elbo.pairs import (
     check_slabs,
     own_densities,
 )
+from pyro_l0.infer.guides.mean_field import SUM_OUT
 from pyro_l0.infer.record import Site, is_drawn
 from pyro_l0.infer.runs import is_scaled, without_scales
 from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, check_used, gate_site, with_latent_gates

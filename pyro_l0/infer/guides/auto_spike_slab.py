@@ -330,7 +330,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             raise ValueError(
                 f"Expected normal latents that are added to the products of gates and slabs, as refine holds others "
                 f"fixed, but got site {local[0]!r} of many entries. Use fit with gates='autoregressive' and "
-                "slabs='structured', or sample_posterior."
+                "slabs='structured'."
             )
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)

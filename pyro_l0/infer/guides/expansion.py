@@ -20,12 +20,12 @@ _LEAST_CURVATURE = 1e-6
 _LEAST_GAIN = 1e-7  # of a Newton step, relative
 _ROUNDS = 3  # of coefficients and other latents in turn
 _DRAWS = 4  # pairs of them, of the coefficients for the other latents' mode
-_FAR = 0.5  # on the real line, where two forms of the linear term are compared
+_FAR, _EQUAL = 0.5, 1e-3  # on the real line, where two slopes are compared; their relative difference
 _STEP = 0.05  # of differences in other latents, on the real line
 
 
 _RANDOM = 12  # gate vectors at which a model is tried, beside those that tell any two gates apart
-_OTHERWISE = f"Sum the gates out by sample_posterior, or {MEAN_FIELD} and refine."
+_OTHERWISE = f"Sum the gates out by sample_posterior, or, for a fit alone, {MEAN_FIELD}."
 
 RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]  # a model's sites at values of its latent sites
 
@@ -163,7 +163,8 @@ class Expansion(NamedTuple):
     r"""Second-order expansion of a log likelihood in p coefficients, and how it moves with d other latents.
 
     With :math:`t = \theta - \theta_0` on the real line and :math:`f = \exp(c^T t)`, curvature and linear term are
-    :math:`f A` and :math:`f \exp(g^T t) (b + K t)`, and the slabs' prior deviations :math:`s \exp(E t)`.
+    :math:`f A` and :math:`f (b + K t)`, those of :math:`\exp(P t) \beta`, and the slabs' prior deviations
+    :math:`s \exp(E t)`.
     """
 
     curvature: Tensor  # A, positive definite, (p, p)
@@ -176,7 +177,7 @@ class Expansion(NamedTuple):
     exponents: Tensor  # c, (d,)
     shifts: Tensor  # K, (p, d)
     scale_exponents: Tensor  # E, (p, d)
-    linear_exponents: Tensor  # g, (d,)
+    powers: Tensor  # P, (p, d): of the latents that multiply coefficients
 
 
 @torch.enable_grad()
@@ -201,24 +202,15 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
     at, theta = slabs.clone().requires_grad_(), hyper.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model.log_likelihood(at, theta), at, create_graph=True)
     exponents = _exponents(model, slabs, hyper)
-    bent = curvature @ slabs
-    moves = jacobian(gradient, theta) + torch.outer(bent, exponents)  # of the linear term
+    moves = jacobian(gradient, theta)
     gradient = gradient.detach()
-    linear = gradient + bent
     moving_loc, moving_scale = model.slab_prior(theta)
-    shifts, bends = moves - torch.outer(linear, exponents), torch.zeros_like(exponents)
-    # Where a latent multiplies the slabs, the linear term is a power of it, and K is 0.
-    rates = linear @ moves / linear.square().sum().clamp(min=torch.finfo(linear.dtype).tiny)
-    for k, (rate, exponent) in enumerate(zip(rates, exponents, strict=True)):
-        far = torch.zeros_like(hyper).index_fill(0, torch.tensor([k], device=hyper.device), _FAR)
-        (slope,) = torch.autograd.grad(model.log_likelihood(at, hyper + far), at)
-        there = slope + (_FAR * exponent).exp() * bent
-        power, sum_ = (_FAR * rate).exp() * linear, (_FAR * exponent).exp() * (linear + _FAR * shifts[:, k])
-        if (there - power).norm() < (there - sum_).norm():
-            shifts[:, k], bends[k] = 0.0, rate - exponent
+    powers = _powers(model, hyper, scale)
+    exponents = exponents.where((powers == 0).all(0), 0.0)
+    shifts = (moves - gradient.unsqueeze(-1) * exponents).where((powers == 0).all(0), 0.0)
     return Expansion(
         curvature,
-        linear,
+        gradient + curvature @ slabs,
         slabs,
         loc,
         scale,
@@ -227,8 +219,32 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
         exponents,
         shifts,
         jacobian(moving_scale.log(), theta),
-        bends,
+        powers,
     )
+
+
+def _powers(model: OpenModel, hyper: Tensor, scale: Tensor) -> Tensor:
+    r"""P where the likelihood of coefficients w at latents t away is that of :math:`\exp(P t) w` here, else 0.
+
+    Then :math:`\partial_{t_k} \nabla L = (\mathrm{diag}(\nabla L) + \nabla^2 L\, \mathrm{diag}(w)) P_k`, at any w.
+    """
+    slabs = (scale * (torch.linspace(0.5, 1.0, len(scale)).to(scale))).requires_grad_()
+    theta = hyper.clone().requires_grad_()
+
+    def slope(x: Tensor, at: Tensor) -> Tensor:
+        found: Tensor = torch.autograd.grad(model.log_likelihood(x, at), x, create_graph=True)[0]
+        return found
+
+    first = slope(slabs, theta)
+    system = first.diag() + jacobian(first, slabs) * slabs
+    moves = jacobian(first, theta).expand(len(scale), len(hyper))
+    powers = (torch.linalg.pinv(system.double()) @ moves.double()).to(scale).round(decimals=2).detach()
+    for k, step in enumerate(_FAR * torch.eye(len(hyper)).to(hyper)):
+        ratio = (powers @ step).exp()
+        there, expected = slope(slabs, hyper + step), ratio * slope(slabs * ratio, hyper)
+        if not (there - expected).norm() <= _EQUAL * (there.norm() + expected.norm()):
+            powers[:, k] = 0.0
+    return powers
 
 
 def _mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,6 +341,7 @@ class SlabPosterior(nn.Module):
     scale: Tensor
     scale_exponents: Tensor
     loc_shifts: Tensor
+    powers: Tensor
 
     def __init__(self, expansion: Expansion, gate_of: Tensor) -> None:
         super().__init__()
@@ -332,12 +349,17 @@ class SlabPosterior(nn.Module):
         for name in ("loc", "scale", "scale_exponents"):
             self.register_buffer(name, getattr(expansion, name))
         self.register_buffer("loc_shifts", expansion.loc_shifts, persistent=False)
+        self.register_buffer("powers", expansion.powers)
         self.is_centred = not bool(expansion.loc.any() or expansion.loc_shifts.any())
         self.exponents = nn.Parameter(expansion.exponents.clone()) if len(expansion.exponents) else None
 
     def likelihood_factor(self, hyper: Tensor) -> Tensor | None:
         """What multiplies curvature and linear term, shape ``(n, 1)``; None without other latents."""
         return None if self.exponents is None else (hyper @ self.exponents).exp().unsqueeze(-1)
+
+    def multiplied(self, gates: Tensor, hyper: Tensor) -> Tensor:
+        """What multiplies each slab: its gates and the other latents, shape ``(n, p)``."""
+        return opened(gates, self.gate_of) * (hyper @ self.powers.mT).exp()
 
     def prior_scale(self, hyper: Tensor) -> Tensor:
         """Standard deviations of the slabs' priors, shape ``(n, p)``, or ``(p,)`` without other latents."""
@@ -363,7 +385,6 @@ class StructuredSlabs(SlabPosterior):
     factor: Tensor
     linear: Tensor
     shifts: Tensor
-    linear_exponents: Tensor
 
     def __init__(self, expansion: Expansion, gate_of: Tensor) -> None:
         super().__init__(expansion, gate_of)
@@ -372,7 +393,6 @@ class StructuredSlabs(SlabPosterior):
         self.register_buffer("factor", factor)
         self.register_buffer("linear", linear)
         self.register_buffer("shifts", expansion.shifts)
-        self.register_buffer("linear_exponents", expansion.linear_exponents)
         self.curvature_change = nn.Parameter(torch.zeros_like(factor))
         self.linear_change = nn.Parameter(torch.zeros_like(linear))
 
@@ -382,19 +402,15 @@ class StructuredSlabs(SlabPosterior):
         root = self.factor @ change
         return root @ root.mT, self.factor @ (self.linear + self.linear_change)
 
-    def moved(self, linear: Tensor, hyper: Tensor) -> Tensor:
-        """The linear term at other latents, shape ``(n, p)``, but for the factor of the likelihood."""
-        return (hyper @ self.linear_exponents).exp().unsqueeze(-1) * (linear + hyper @ self.shifts.mT)
-
     def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates:
         """The slabs' Gaussian."""
         curvature, linear = self.quadratic()
         factor = self.likelihood_factor(hyper)
         if factor is not None:
-            linear = factor * self.moved(linear, hyper)
+            linear = factor * (linear + hyper @ self.shifts.mT)
             curvature = factor.unsqueeze(-1) * curvature
         loc = None if self.is_centred else self.prior_loc(hyper)
-        return slab_given_gates(curvature, linear, opened(gates, self.gate_of), self.prior_scale(hyper), loc)
+        return slab_given_gates(curvature, linear, self.multiplied(gates, hyper), self.prior_scale(hyper), loc)
 
 
 class IndependentSlabs(SlabPosterior):
@@ -416,7 +432,7 @@ class IndependentSlabs(SlabPosterior):
         factor = self.likelihood_factor(hyper)
         if factor is not None:
             curvature, linear = factor * curvature, factor * linear
-        gate, scale = opened(gates, self.gate_of), self.prior_scale(hyper)
+        gate, scale = self.multiplied(gates, hyper), self.prior_scale(hyper)
         precision = scale**-2 + gate.square() * curvature
         mean = (gate * linear + scale**-2 * loc) / precision
         return IndependentNormals(mean, precision.rsqrt())

@@ -23,6 +23,11 @@ from pyro_l0.fast.switch import is_on
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.slabs import JointSample
 
+#: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
+SUM_OUT = (
+    "sum it out in the model, by MixtureSameFamily or by a factor of torch.logsumexp over its values, or take a "
+    "BernoulliGate for 0 and 1."
+)
 MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # advice where sites can't be correlated
 
 
@@ -340,12 +345,11 @@ def transform_to_support(name: str, fn: Distribution, is_slab: bool) -> Transfor
             return transform
     except NotImplementedError:
         pass
-    wanted, advice = "a continuous prior", f"or hide it by poutine.block(model, hide=[{name!r}])"
+    wanted, advice = "a continuous prior", SUM_OUT
     if is_slab:
-        wanted, advice = "a prior of real, positive or bounded numbers", "or transform such numbers in the model"
+        wanted, advice = "a prior of real, positive or bounded numbers", "transform such numbers in the model."
     raise ValueError(
-        f"Expected site {name!r} to have {wanted}, but got {fn} with support {support}. Sum it out in the model, use a "
-        f"BernoulliGate if it takes 0 and 1, {advice}."
+        f"Expected site {name!r} to have {wanted}, but got {fn} with support {support}. {advice[0].upper()}{advice[1:]}"
     )
 
 

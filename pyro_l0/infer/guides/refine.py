@@ -132,13 +132,15 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
     gate_of = slabs.gate_of.reshape(len(curvature), -1)
     gated = (gate_of >= 0).any(1)
     tilt = (loc / scale.square()).masked_fill(~gated, 0)
-    linear = slabs.moved(linear, shift) - loc.masked_fill(gated, 0) @ curvature
+    ratio = slabs.multiplied(hyper.new_ones(1, joint.gates.size), shift)
+    linear = linear + shift @ slabs.shifts.mT - (ratio * loc.masked_fill(gated, 0)) @ curvature
     factor = slabs.likelihood_factor(shift)
     if len(hyper) == 1:
         curvature, linear = (x if factor is None else factor.reshape(()) * x for x in (curvature, linear[0]))
-        factor, linear, scale = None, linear + tilt[0], scale[0]
-    else:
-        linear = linear + (tilt if factor is None else tilt / factor)
+        curvature = ratio.mT * curvature * ratio
+        factor, linear, scale = None, ratio[0] * linear + tilt[0], scale[0]
+    else:  # of the coefficients times what multiplies them in each chain
+        linear, scale = linear + tilt / ratio / (1 if factor is None else factor), scale * ratio
     has_own_gate = torch.equal(slabs.gate_of, torch.arange(joint.gates.size, device=slabs.gate_of.device))
     quadratic = CollapsedQuadratic(
         DenseQuadratic(curvature, linear if linear.dim() == 1 else linear.mean(0)),

@@ -282,6 +282,28 @@ def check_fit(
         return checked(model, guide, args, kwargs, chains, flips, draws)
 
 
+def _by_chains(
+    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, chains: int, flips: int
+) -> tuple[dict[str, Tensor], bool]:
+    """P(z != 0) by chains, and whether these hold latents at their means whose uncertainty matters."""
+    drawn = guide.draws(chains)
+    expansions = guide.expansions(model, args, kwargs, drawn)
+    collapsed, log_likelihood = at_mean = next(expansions)
+    quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
+    if quadratic:
+        one, likelihood_of_one = next(expansions, at_mean)
+        quadratic = is_quadratic(likelihood_of_one, one.quadratic)
+    if quadratic:
+        collapsed, _ = next(expansions, at_mean)
+    start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
+    running = collapsed.gates.together(guide.active_probs()).clamp(min=_MINIMUM)
+    run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
+    if not quadratic:
+        run = reweighted(run, log_likelihood, collapsed.quadratic)
+    is_held = not quadratic and local_latents(collapsed.others, *model_runs(model, args, kwargs, guide.slab))
+    return collapsed.gates.apart(run.active_probs), bool(is_held)
+
+
 @torch.no_grad()
 def checked(
     model: Program,
@@ -291,27 +313,20 @@ def checked(
     chains: int = 256,
     flips: int = 90,
     n: int = 1000,
-    mapped: bool | None = None,
+    fitted: bool | None = None,
 ) -> FitCheck:
-    """What :func:`check_fit` returns, for n draws; ``mapped`` as for :func:`log_ratios`."""
-    drawn, probs = guide.draws(chains), guide.active_probs()
-    expansions = guide.expansions(model, args, kwargs, drawn)
-    collapsed, log_likelihood = first = next(expansions)
-    quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
-    if quadratic:
-        one, like = next(expansions, first)
-        quadratic = is_quadratic(like, one.quadratic)
-    if quadratic:
-        collapsed, _ = next(expansions, first)
-    start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
-    running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
-    run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
-    if not quadratic:
-        run = reweighted(run, log_likelihood, collapsed.quadratic)
-    found = collapsed.gates.apart(run.active_probs)
-    local = [] if quadratic else local_latents(collapsed.others, *model_runs(model, args, kwargs, guide.slab))
+    """What :func:`check_fit` returns, for n draws.
 
-    weighed = _weighed_draws(model, guide, args, kwargs, mapped, keep=True)[0]
+    A fit says by ``fitted`` whether its draws are mapped, and takes importance weights where chains refuse the model.
+    """
+    probs = guide.active_probs()
+    try:
+        found, by_weights = _by_chains(model, guide, args, kwargs, chains, flips)
+    except ValueError:
+        if fitted is None:
+            raise
+        found, by_weights = dict(probs), True
+    weighed = _weighed_draws(model, guide, args, kwargs, fitted, keep=True)[0]
     of_guide = weighed(n)
     ratios = of_guide.pop(_RATIO)
     with guide.widened() as others:
@@ -321,10 +336,10 @@ def checked(
     few, by, sites = effective < _FEW, "chains", {}
     error: float | Tensor = 0.0
     for name, p in probs.items():
-        if local and not few:
+        if by_weights and not few:
             by, (found[name], _, error, *_) = "weights", _moments((wide[name] != 0).to(p), weights)
-        wrong = (found[name] - p).abs() > _TOLERANCE + 2 * error
-        sites[name] = SiteCheck(by, p, found[name], None, None, (2 * wrong.long()).clamp(min=int(few and bool(local))))
+        wrong = 2 * ((found[name] - p).abs() > _TOLERANCE + 2 * error).long()
+        sites[name] = SiteCheck(by, p, found[name], None, None, wrong.clamp(min=int(few and by_weights)))
     own, other = guide.shown(of_guide), guide.shown(wide)
     sites |= {name: _compared(x, other[name], weights, few) for name, x in own.items()}
     guide.mark({name: site.check for name, site in sites.items()})

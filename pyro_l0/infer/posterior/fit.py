@@ -44,8 +44,8 @@ class Fit:
         restarts: evidence lower bound of each restart in nats.
         disagreement: largest difference of an inclusion probability between a restart and the best.
         converged: whether the loss had stopped falling, restarts agree and nothing is wrong by the check.
-        check: that of :func:`~pyro_l0.infer.check_fit`; None where the training had not converged before, for over 200
-            slab entries, and for models that the check refuses.
+        check: that of :func:`~pyro_l0.infer.check_fit`, by importance weights alone where chains refuse the model; None
+            where the training had not converged, for over 200 slab entries, and in subsampled plates.
     """
 
     losses: list[float]
@@ -187,14 +187,11 @@ def fit(
 
 
 def _checked(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool) -> FitCheck | None:
-    """The check of a guide; None for a large one, and for a model that it does not take."""
-    with forked_generators():
-        if sum(x.numel() for name, x in guide.draws(1).items() if name in guide.slab) > _MOST_CHECKED:
-            return None
-        try:
-            return checked(model, guide, args, kwargs, mapped=mapped)
-        except ValueError:
-            return None
+    """The check of a guide; None for a large one, and in subsampled plates."""
+    with forked_generators(), torch.no_grad():
+        drawn = guide.draw_together(1)
+        size = sum(x.shape.numel() for name, x in (drawn or {}).items() if name in guide.slab)
+        return checked(model, guide, args, kwargs, fitted=mapped) if 0 < size <= _MOST_CHECKED else None
 
 
 def _train(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
-from pyro_l0.infer.guides.mean_field import Layout
+from pyro_l0.infer.guides.mean_field import SUM_OUT, Layout
 from pyro_l0.infer.log_density import POINTS, Point, check_target, trace_at
 from pyro_l0.infer.record import Site, draws_rows, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
@@ -117,6 +117,9 @@ class LogJoint:
         self._model: Model = lambda: reparameterised(*args, **kwargs)
         self.sites = _checked_run(self._model, (), {})
         latent = {name: site for name, site in self.sites.items() if not site["is_observed"] and not _has_atoms(site)}
+        for name, site in latent.items():
+            if site["fn"].support.is_discrete:
+                raise NotImplementedError(f"Site {name!r} is discrete, {site['fn']}: {SUM_OUT}")
         self.latent = Layout(latent, {name: biject_to(site["fn"].support) for name, site in latent.items()})
         self.binary = Layout({name: site for name, site in self.sites.items() if _has_atoms(site)})
         values = {name: site["value"].detach() for name, site in self.sites.items()}

@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 
 from pyro_l0.maths.second_order import BATCH, STORED, open_positions
 from pyro_l0.maths.tempered_gibbs import counted
-from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
+from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "JumpingChains", "continued", "draw_polya_gamma", "is_augmented", "standard_error"]
 
-CHAINS = 64  # fewer where their second derivatives fill the memory
+_CHAINS = 64  # fewer where their second derivatives fill the memory
 _FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
-_UNSURE = 0.1  # standard error of a mean, in deviations, that is warned of
-ENOUGH, PRECISE = 0.015, 0.03  # standard errors up to which jumping chains run: of gates, of means in deviations
+_ENOUGH, _PRECISE = 0.015, 0.03  # standard errors up to which chains run: of gates, and of means in deviations
+_UNSURE, _SEEN = 0.1, 0.05  # error of a mean that is warned of, and how often its coefficient has to be open
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 
 
@@ -38,6 +38,14 @@ def standard_error(record: Tensor) -> Tensor:
     of_halves = torch.stack([half.mean((0, 1)) for half in record.chunk(2)]).var(0) / 2
     drift = of_halves.sum() / of_chains.sum().clamp(min=torch.finfo(record.dtype).tiny)
     return (of_chains * drift.clamp(min=1.0)).sqrt()
+
+
+def _error_of_means(beta: Tensor, mean: Tensor) -> Tensor:
+    """The largest standard error of the mean of a coefficient that is often open, in its deviations."""
+    often = beta.count_nonzero((0, 1)) > _SEEN * beta.shape[0] * beta.shape[1]
+    if not often.any():
+        return beta.new_zeros(())
+    return standard_error(mean[..., often] / beta[..., often].std((0, 1))).max()
 
 
 class ExactChains(ABC):
@@ -65,12 +73,9 @@ class ExactChains(ABC):
         self.beta = x.new_zeros(len(z), self._x.shape[1] * problem.outputs)
 
     def posterior(
-        self, log_evidence: float, draws: int, error: float, deviations: float = math.inf
+        self, log_evidence: float, draws: int, error: float = _ENOUGH, of_means: bool = False
     ) -> SelectionPosterior:
-        """Sweep until no standard error is larger than ``error``, or ``_ROUNDS`` times a round.
-
-        Those of the coefficients' means, in deviations, are not larger than ``deviations``.
-        """
+        """Sweep until no standard error, if asked for of means, too, is above what is enough, or ``_ROUNDS`` rounds."""
         record: list[tuple[Tensor, ...]] = []
         with counted(_FEWEST * self.sweeps, "sweeps of exact chains") as bar:
             for rounds in range(1, _ROUNDS + 1):
@@ -80,18 +85,15 @@ class ExactChains(ABC):
                 used = record[int(self.warm_up * len(record)) :]
                 probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
                 found = standard_error(probs) if probs.shape[2] else probs[0, 0]
-                worst = (found.max() if len(found) else found.sum()) / error
-                if deviations < math.inf:
-                    beta, means = others[2:4]
-                    unit = beta.std((0, 1)).clamp(min=torch.finfo(beta.dtype).tiny)
-                    apart = standard_error(means / unit).max()
-                    worst = torch.maximum(worst, apart / deviations)
+                of_gates = found.max() if len(found) else found.sum()
+                apart = _error_of_means(*others[2:4]) if of_means else torch.zeros(())
+                worst = torch.maximum(of_gates / error, apart / _PRECISE)
                 is_enough = rounds >= _FEWEST and bool(worst <= 1)
                 needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(worst) ** 2)
                 bar.total = self.sweeps * math.ceil(min(_ROUNDS, needed))
                 if is_enough:
                     break
-        if deviations < math.inf and apart > _UNSURE:
+        if apart > _UNSURE and of_gates <= MOST_ERROR:
             warnings.warn(
                 f"The chains disagree: the mean of a coefficient has a standard error of {apart:.2f} of its standard "
                 "deviation. Set a smaller slab_scale or always_in_scale.",
@@ -528,8 +530,8 @@ class JumpingChains(ExactChains):
 
 
 def chains_of(problem: Problem) -> int:
-    """How many jumping chains there are."""
-    return max(8, min(CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
+    """How many chains there are."""
+    return max(8, min(_CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
 
 
 def continued(
@@ -541,7 +543,7 @@ def continued(
     beta = torch.from_numpy(np.hstack([draws.coefficients[start].toarray(), intercept]))
     log_slab = torch.from_numpy(draws.slab_scale[start]).log()
     chains = JumpingChains(problem, z[start], log_slab, beta, probs, generator)
-    return chains.posterior(log_evidence, len(z), ENOUGH, PRECISE)
+    return chains.posterior(log_evidence, len(z), of_means=True)
 
 
 def _log_proposal(noise: Tensor, factor: Tensor, count: Tensor) -> Tensor:

@@ -20,16 +20,7 @@ from pyro_l0.maths.tempered_gibbs import (
 )
 from pyro_l0.selection.families.likelihood import weighted_design
 from pyro_l0.selection.families.normal import smallest_noise
-from pyro_l0.selection.methods.exact_chains import (
-    CHAINS,
-    ENOUGH,
-    PRECISE,
-    AugmentedChains,
-    JumpingChains,
-    chains_of,
-    continued,
-    is_augmented,
-)
+from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, find_mode
 from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
@@ -233,7 +224,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
 
     def jumped(z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, log_evidence: float) -> SelectionPosterior:
         jumping = JumpingChains(problem, z, log_slab, beta[:, :size], probs, generator)
-        return jumping.posterior(log_evidence, draws, ENOUGH, PRECISE if problem.always else math.inf)
+        return jumping.posterior(log_evidence, draws, of_means=bool(problem.always))
 
     is_start = problem.is_sampled  # all that is asked of the expansion
 
@@ -271,7 +262,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     found = evidence.draws_of(fit, which, generator)
     is_near = found.correction is None
     if is_near and error.max() > _PRECISE and is_augmented(problem):
-        start = which[torch.arange(CHAINS) % draws]
+        start = which[torch.arange(chains) % draws]
         augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
         return augmented.posterior(log_evidence, draws, _PRECISE)
     if not is_near or error.max() > MOST_ERROR:
