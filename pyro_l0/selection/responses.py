@@ -339,8 +339,8 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
 
     The probability of class k or one before it is :math:`\sigma(c_k - X \beta)`, with increasing thresholds c that are
     learned: at the features' means, all vectors of class probabilities have the same prior density. The priors of gates
-    and coefficients are those of :class:`SpikeSlabClassifier`. ``fit_intercept`` only says that features are centred. An
-    offset has the shape ``(n,)`` for any number of classes.
+    and coefficients are those of :class:`SpikeSlabClassifier`. ``fit_intercept`` only says that features are centred.
+    An offset has the shape ``(n,)`` for any number of classes.
 
     Labels are ordered as numbers are, or as a pandas Series of ordered categories says; text without such an order is
     taken in that of the alphabet, with a warning.
