@@ -30,6 +30,7 @@ from pyro_l0.compaction.plan import (
 )
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.expect import expect
+from pyro_l0.nn.calls import refuse_computed
 from pyro_l0.nn.engine import Example, Recording, analyse, calls_of, record
 from pyro_l0.nn.engine.record import copied, held
 from pyro_l0.nn.fixed import check_gates
@@ -121,7 +122,8 @@ def search(
         except CompactionError as error:
             first = first or error
     assert first is not None
-    if not is_trial:  # perhaps the copies differ from the network before anything is cut
+    if not is_trial:  # perhaps copies differ from the network before anything is cut
+        refuse_computed(network)
         refuse_another(network, task.network, task.calls, task.tolerance, in_float64)
     raise first
 

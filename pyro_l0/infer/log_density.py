@@ -40,25 +40,23 @@ def check_repeats(model: Model, point: Point) -> None:
     """Refuse a model whose log joint density is another one in a second run at the same values."""
     with forked_generators():
         first, again = trace_at(model, point), trace_at(model, point)
-    moved = [name for name in _scored(first) if not _is_close(first, again, name)]
-    if moved:
-        rows = [name for name, site in first.nodes.items() if draws_rows(site) and name not in point]
-        why = f"plate {rows[0]!r} draws a part of the data anew" if rows else "something is drawn that is no site"
-        how = "Leave subsample_size out, or hand the part on by subsample=..." if rows else SHOW
+    moved = [name for name in first.nodes if not _is_close(first, again, name)]
+    rows = [name for name, site in first.nodes.items() if draws_rows(site) and name not in point]
+    if rows or moved:
+        drawn = f"that of {', '.join(map(repr, moved))} is not: something is drawn that is no site. {SHOW}."
+        part = "draws a part of the data anew. Leave subsample_size out, or hand the part on by subsample=..."
         raise ValueError(
-            "Expected a model whose log joint is the same in every run at the same values of its sites, but that of "
-            f"{', '.join(map(repr, moved))} is not: {why}. {how}."
+            "Expected a model whose log joint is the same in every run at the same values of its sites, but "
+            f"{f'plate {rows[0]!r} {part}' if rows else drawn}"
         )
 
 
-def _scored(trace: Trace) -> list[str]:
-    return [name for name, site in trace.nodes.items() if site["type"] == "sample"]
-
-
 def _is_close(first: Trace, again: Trace, name: str) -> bool:
+    if first.nodes[name]["type"] != "sample":
+        return True
     if name not in again.nodes:
         return False
-    one, other = (trace.nodes[name]["log_prob_sum"] for trace in (first, again))
+    one, other = (torch.as_tensor(trace.nodes[name]["log_prob_sum"]) for trace in (first, again))
     return torch.allclose(one, other, _RELATIVE, _CLOSE, equal_nan=True)
 
 
@@ -74,16 +72,15 @@ def check_target(model: Model, points: Sequence[Point], target: Target, method: 
         advice: what to do, likewise.
     """
     check_repeats(model, points[0])
-    if not bool(_differences(model, points, target)[0].any()):
+    differs, found, right = _differences(model, points, target)
+    if not bool(differs.any()):
         return
-    moves = {name: [points[0], {**points[0], name: points[1][name]}] for name in points[0]}
-    changes = {name: _differences(model, pair, target) for name, pair in moves.items()}
-    wrong = [name for name, (differs, *_) in changes.items() if bool(differs.any())]
-    _, found, right = changes[wrong[0]] if len(wrong) == 1 else _differences(model, points, target)
-    worst = int((found - right).abs().argmax())
+    worst = int(differs.int().argmax())
+    moves = {name: [points[0], {**points[0], name: value}] for name, value in points[worst].items()}
+    wrong = [name for name, pair in moves.items() if bool(_differences(model, pair, target)[0].any())]
     raise ValueError(
-        f"Expected the log density that {method} uses to be that of the model's own trace, but where "
-        f"{', '.join(map(repr, wrong or points[0]))} change it changes by {float(found[worst]):.4g} nats, and the "
+        f"Expected the log density that {method} uses to be that of the model's own trace, but from one value of "
+        f"{', '.join(map(repr, wrong or moves))} to another it changes by {float(found[worst]):.4g} nats, and the "
         f"trace's by {float(right[worst]):.4g}. {advice}"
     )
 

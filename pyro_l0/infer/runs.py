@@ -162,9 +162,8 @@ def own_scale(site: Site) -> float | Tensor:
 
     It has the shape of what is innermost in a distribution, whose own masks count too, or broadcasts against it.
     """
-    scale, mask, fn = site["scale"], site["mask"], site["fn"]
-    if not isinstance(scale, float | int) or scale != 1:
-        scale = scale / _plate_scale(site)
+    mask, fn = site["mask"], site["fn"]
+    scale: float | Tensor = site["scale"] / _plate_scale(site)
     scale = scale if mask is None else scale * torch.as_tensor(mask).to(torch.get_default_dtype())
     while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
         if isinstance(fn, Independent) and isinstance(scale, Tensor):

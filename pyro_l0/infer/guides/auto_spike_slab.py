@@ -66,7 +66,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     :math:`\beta = z \circ w` is taken as :math:`b^T \beta - \tfrac12 \beta^T A \beta`, which starts at the model's
     mode and Hessian with open gates and is then learned. Autoregressive gates have
     :math:`\mathrm{logit}\, q(z_j = 1 | z_{<j}) = a_j + \sum_{k<j} B_{jk} z_k`. Both depend on further latents, a
-    Gaussian of full covariance; a Beta rate of the gates is drawn given the gates.
+    Gaussian of full covariance; a rate that is Beta given the gates is drawn after them. Scales and masks are a part of
+    the model's log joint, whose posterior this is: a prior under a scale is one to a power.
 
     Args:
         model: a Pyro model.
@@ -94,9 +95,9 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         ValueError: ``gates`` or ``slabs`` is unknown, or ``family`` is not binary but gates are autoregressive; when
             called, as AutoGate, and if ``slab`` or ``hyper`` names no such site of the model, a slab's support is
             neither the real line nor an interval, or ``init_loc`` has another shape or lies outside of it; in a guide
-            that is not a mean field, also if a slab's prior is not normal, a site is subsampled, or gates do anything
-            else in the model than to switch slabs: ``z * w``, or a product of gates as the gate of a group and that of
-            a feature.
+            that is not a mean field, also if a slab's prior is not normal or masked, a site is subsampled, or gates do
+            anything else in the model than to switch slabs: ``z * w``, or a product of gates as the gate of a group and
+            that of a feature.
 
     Example:
         >>> import pyro
@@ -160,7 +161,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     def _run_prototype(self, args: Args, kwargs: Kwargs) -> tuple[Trace, bool]:
         found = super()._run_prototype(args, kwargs)
         gates = set(map(gate_site, self.slab.values()))
-        self._fixed = {x: site["value"] for x, site in found[0].nodes.items() if x in gates and site["is_observed"]}
+        nodes: dict[str, Site] = found[0].nodes
+        self._fixed = {x: site["value"] for x, site in nodes.items() if x in gates and site["is_observed"]}
         return found
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:

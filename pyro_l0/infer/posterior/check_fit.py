@@ -130,8 +130,9 @@ def check_model(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs
         latent = [name for name, site in sites.items() if is_drawn(site) and not site["is_observed"]]
         if not mapped:
             return torch.stack([density({name: point[name] for name in latent}) for point in points])
+        stacked = {name: torch.stack([point[name] for point in points]) for name in latent}
         with pyro.validation_enabled(False):
-            found: Tensor = torch.vmap(density)({name: torch.stack([x[name] for x in points]) for name in latent})
+            found: Tensor = torch.vmap(density, randomness="different")(stacked)
         return found
 
     advice = "Let no code of the model depend on how many dimensions its draws have, and write into no tensor in place."

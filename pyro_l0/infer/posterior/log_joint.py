@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
 from pyro_l0.infer.guides.mean_field import SUM_OUT, Layout
-from pyro_l0.infer.log_density import POINTS, Point, check_target, trace_at
-from pyro_l0.infer.record import Site, draws_rows, is_deterministic
+from pyro_l0.infer.log_density import POINTS, Point, check_repeats, check_target, trace_at
+from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.infer.runs import is_scaled, log_prob, sample_sites, seeded
 from pyro_l0.maths.backend import Context, apply
@@ -131,6 +131,7 @@ class LogJoint:
                 f"{self.binary.size} at {sorted(self.binary.shapes)}. Use gates that a sampler moves, such as "
                 "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab instead."
             )
+        check_repeats(self._model, {name: values[name] for name in (*self.latent.shapes, *self.binary.shapes)})
         self.codes = _codes(self.binary.size, self.start)
         self._vectorises = self._check_vectorised()
         self._check_density()
@@ -212,7 +213,7 @@ class LogJoint:
         """Log densities with respect to the values of the sites, shape ``(n,)``."""
         vectors, codes, jacobians = [], [], []
         for point in points:
-            sites = trace_at(self._model, point).nodes
+            sites: dict[str, Site] = trace_at(self._model, point).nodes
             transforms = {name: biject_to(sites[name]["fn"].support) for name in self.latent.shapes}
             reals = {name: transform.inv(point[name]) for name, transform in transforms.items()}
             vectors.append(torch.cat([self.start[:0], *(x.reshape(-1) for x in reals.values())]))
@@ -232,9 +233,7 @@ class _At(Messenger):
         self.values: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
-        if site_is_subsample(msg):
-            return _refuse_random_data(msg)
-        if msg["is_observed"]:
+        if site_is_subsample(msg) or msg["is_observed"]:
             return
         msg["value"] = given = self._given[msg["name"]]
         if msg["name"] not in self._binary:
@@ -251,14 +250,6 @@ class _At(Messenger):
             self.values[msg["name"]] = msg["value"]
         if not fixed:
             self.log_prob = self.log_prob + log_prob(msg).sum()
-
-
-def _refuse_random_data(plate: Site) -> None:
-    if plate["value"] is None and draws_rows(plate):
-        raise ValueError(
-            f"Expected a model of all its data, but plate {plate['name']!r} draws {plate['fn'].subsample_size} of "
-            f"{plate['fn'].size} anew in every run. Leave subsample_size out."
-        )
 
 
 def _checked_run(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Site]:

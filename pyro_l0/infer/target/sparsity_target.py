@@ -107,8 +107,8 @@ class BudgetSchedule:
 # In units of the logit of P(z != 0). Of a hard concrete, log alpha between -6 and 6, whose test gate closes at -log 11.
 HIGHEST, LOWEST = math.log(11) + 6, math.log(11) - 6
 OPENED, CLOSED = 1.0, -1.0  # of a gate that a correction opens or closes
-# Adam's first step moves all gates alike, up to its eps and rounding; a user's schedule may change the rate somewhat.
-_ALIKE, _SCHEDULED = 2.0, 4.0
+# Adam's first step moves all gates alike, by its rate or, behind steps without gradients or on a schedule, by less.
+_ALIKE, _LEAST_PART, _MOST = 2.0, 0.05, 4.0
 _RANGE = 30.0  # of the search, on the real line on which locations are learned
 _HALVINGS = 60
 
@@ -547,7 +547,7 @@ class SparsityTarget(_Multiplier):
             return  # a gradient scaler skipped the step, or the type is too coarse to tell
         self._before = None
         low, high = (float(moved[len(moved) * i // 4]) for i in (1, 3))
-        if high > _ALIKE * low or not 1 / _SCHEDULED <= high / self.gate_learning_rate <= _SCHEDULED:
+        if high > _ALIKE * low or not _LEAST_PART <= high / self.gate_learning_rate <= _MOST:
             raise ValueError(
                 "Expected Adam or AdamW with optimiser_options, which first moves each gate's location by "
                 f"{self.gate_learning_rate:.1e}, but they were moved by {low:.1e} to {high:.1e}; train "

@@ -602,7 +602,7 @@ def _is_plain_instance(x: Any) -> bool:
         return True
     if isinstance(x, (type, Tensor, FunctionType, ModuleType)):
         return False
-    kind = type(x)
+    kind: Any = type(x)
     is_plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
     return is_plain and hasattr(x, "__dict__") and not hasattr(kind, "__deepcopy__")
 
@@ -723,7 +723,13 @@ def copied(network: nn.Module, memo: Mapping[int, object] | None = None) -> nn.M
         new: nn.Module = copy.deepcopy(network, of_copy)
         pairs: dict[nn.Module, nn.Module] = {}
         _complete(network, new, of_copy, replaced.keys(), pairs)
-        for module, other in pairs.items():
+        for path, module in network.named_modules():
+            other = pairs.get(module, module)  # itself where ``memo`` replaces it
+            if name := _difference(module, other):
+                raise ValueError(
+                    f"Expected a network that can be copied, but copies of {path!r}, a {type(module).__name__}, have "
+                    f"another {name!r}; let its __deepcopy__ or its __getstate__ and __setstate__ keep it."
+                )
             if any(vars(module)[name].keys() != vars(other)[name].keys() for name in _HOOKS):
                 vars(other).update({name: copy.deepcopy(vars(module)[name], of_copy) for name in _HOOKS})
             other.training = module.training
@@ -777,19 +783,22 @@ def _complete(
             y = theirs.get(name)
             if x is None:
                 continue
-            if y is None or y is x or id(x) in kept or x in pairs:
+            if y is None or y is x or id(x) in memo:
                 theirs[name] = y = copy.deepcopy(x, memo)
-            elif isinstance(x, Tensor) and y is not memo.get(id(x)):
-                if y.shape != x.shape or y.dtype != x.dtype:
-                    raise ValueError(
-                        f"Expected a network that can be copied, but copies of {type(module).__name__} have {name!r} "
-                        f"of shape {tuple(y.shape)} for {tuple(x.shape)}; let its __deepcopy__ or __setstate__ keep it."
-                    )
-                theirs[name] = y = memo.setdefault(id(x), y)
+            elif isinstance(x, Tensor) and y.shape == x.shape:
+                memo[id(x)] = y
                 y.data.copy_(x.data)
                 y.requires_grad_(x.requires_grad)
             if isinstance(x, nn.Module) and x not in pairs and id(x) not in kept:
                 _complete(x, y, memo, kept, pairs)
+
+
+def _difference(module: nn.Module, other: nn.Module) -> str | None:
+    """The first number, text or shape of a tensor in which a module's copy differs."""
+    attributes = [(name, x, vars(other).get(name)) for name, x in vars(module).items() if type(x) in (int, float, str)]
+    tensors = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    shapes = [(name, x.shape, getattr(other, name).shape) for table in tensors for name, x in table]
+    return next((name for name, x, y in (*attributes, *shapes) if y is not x and y != x), None)
 
 
 def _refuse_shared(network: nn.Module, new: nn.Module) -> None:

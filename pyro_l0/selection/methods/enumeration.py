@@ -10,7 +10,8 @@ from pyro_l0.selection.design import make_design
 from pyro_l0.selection.families import Family, family_of
 from pyro_l0.selection.methods.exact_chains import continued
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
+from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence
+from pyro_l0.selection.predictive import rows_of
 from pyro_l0.selection.problem import Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
@@ -111,13 +112,13 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     matters = ascending[weights[ascending].cumsum(0) > _LEFT_OUT]
     moments = evidence.moments(z[matters], weights[matters] / weights[matters].sum())
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
+    drawn = torch.multinomial(weights, max(draws, FEWEST), replacement=True, generator=generator)
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
     found = evidence.draws(z[drawn], generator)
     if found.correction is not None:
-        return continued(problem, z[drawn], found, active_probs, log_evidence + found.correction, generator)
-    return SelectionPosterior.of(active_probs, moments, log_evidence, found)
+        return continued(problem, z[drawn], found, active_probs, log_evidence + found.correction, draws, generator)
+    return SelectionPosterior.of(active_probs, moments, log_evidence, rows_of(found, np.arange(draws)))
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

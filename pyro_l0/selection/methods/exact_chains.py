@@ -535,15 +535,21 @@ def chains_of(problem: Problem) -> int:
 
 
 def continued(
-    problem: Problem, z: Tensor, draws: Draws, probs: Tensor, log_evidence: float, generator: torch.Generator
+    problem: Problem,
+    z: Tensor,
+    draws: Draws,
+    probs: Tensor,
+    log_evidence: float,
+    number: int,
+    generator: torch.Generator,
 ) -> SelectionPosterior:
-    """By jumping chains from draws that have gates z, where Laplace's approximation is too far off."""
+    """Some draws by jumping chains that start from others, of gates z, where Laplace's approximation is too far off."""
     start = np.arange(chains_of(problem)) % len(z)
     intercept = draws.intercept[start][:, : problem.outputs * problem.intercept]
     beta = torch.from_numpy(np.hstack([draws.coefficients[start].toarray(), intercept]))
     log_slab = torch.from_numpy(draws.slab_scale[start]).log()
     chains = JumpingChains(problem, z[start], log_slab, beta, probs, generator)
-    return chains.posterior(log_evidence, len(z), of_means=True)
+    return chains.posterior(log_evidence, number, of_means=True)
 
 
 def _log_proposal(noise: Tensor, factor: Tensor, count: Tensor) -> Tensor:

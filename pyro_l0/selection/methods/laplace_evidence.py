@@ -153,7 +153,8 @@ _REACH = 0.03
 # interval, where .025 is a fifth of a deviation. Coefficients that are open in a smaller share of draws do not count,
 # nor do draws beyond so many linear predictors.
 _OF_MEANS, _OF_TAILS = 0.1, 0.025
-_SEEN, _FEWEST, _PREDICTORS = 0.05, 100, 2**21
+_SEEN, _PREDICTORS = 0.05, 2**21
+FEWEST, _FEWEST = 500, 100  # draws that tell, and those that do where the observations are very many
 _ENOUGH = 0.15  # share of draws that weights are worth, from which the evidence can be told
 
 # Coefficients, shape (s, p, K), and intercepts, (s, K), to start from, of gates (s, G) and log slab scales (s,).

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +23,8 @@ from pyro_l0.selection.families.likelihood import weighted_design
 from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, find_mode
+from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
+from pyro_l0.selection.predictive import rows_of
 from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
@@ -258,24 +260,24 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     error = (run.standard_error().square() + of_weights).sqrt()
     log_evidence = chain_evidence(_log_marginal(walk, problem.prior, run), walk, run, generator)
     log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
-    which = resampled(weights, draws, generator)
+    which = resampled(weights, max(draws, FEWEST), generator)
     found = evidence.draws_of(fit, which, generator)
     is_near = found.correction is None
     if is_near and error.max() > _PRECISE and is_augmented(problem):
-        start = which[torch.arange(chains) % draws]
+        start = which[:chains]
         augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
         return augmented.posterior(log_evidence, draws, _PRECISE)
     if not is_near or error.max() > MOST_ERROR:
         log_evidence += found.correction or 0.0
         # From those of the expansion: of draws that are this uncertain, few have all the weight.
-        found = evidence.draws_of(fit, torch.arange(draws), generator)
-        return continued(problem, z[:draws], found, active_probs, log_evidence, generator)
+        found = evidence.draws_of(fit, torch.arange(chains), generator)
+        return continued(problem, z[:chains], found, active_probs, log_evidence, draws, generator)
     moments = fit.moments(weights, problem.x.shape[1])
     return SelectionPosterior.of(
         active_probs,
         rescaled(problem, active_probs, weights @ z.double(), moments),
         log_evidence,
-        found,
+        rows_of(found, np.arange(draws)),
         error,
     )
 

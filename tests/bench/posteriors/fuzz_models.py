@@ -189,6 +189,7 @@ class Case:
             row = row * np.isin(np.arange(len(self.y)), self.rows) * len(self.y) / len(self.rows)
         columns = np.column_stack([self.x * on, np.ones(len(self.y))])
         scale = np.append(np.full(width, self.scale["slab scale"]), 1.0)
+        scale[0] *= "slab mask" not in self.features
         deviation, mean = np.append(np.full(width, WIDTH), INTERCEPT), np.append(np.full(width, self.mean), 0.0)
         if "intercept" not in self.features:
             columns[:, -1] = 0
@@ -198,10 +199,8 @@ class Case:
         constant = -0.5 * (prior * mean**2 + scale * np.log(2 * np.pi * deviation**2)).sum()
         constant -= 0.5 * (row * (self.y**2 + math.log(2 * math.pi))).sum()
         if "intercept" not in self.features:  # integrates to one
-            whole_last = whole * prior[-1]
-            constant += (
-                0.5 * math.log(whole_last / (2 * np.pi)) + 0.5 * whole * math.log(2 * np.pi * INTERCEPT**2)
-            ) / whole
+            constant += 0.5 * math.log(2 * np.pi * INTERCEPT**2)
+            constant += 0.5 * math.log(whole * prior[-1] / (2 * np.pi)) / whole
         return whole * precision, whole * linear, whole * float(constant)
 
     def exact(self) -> tuple[Array, Array]:
@@ -279,12 +278,7 @@ def by_mean_field(case: Case) -> float:
     guide = AutoSpikeSlab(case, case.slab)
     found = fit(case, guide, seed=0, steps=40, num_particles=32).evidence
     guide.summary(50)
-    over = found.elbo - np.logaddexp.reduce(case.exact()[1])
-    return (
-        0.0
-        if "draws rows" in case.features and over < 5 * found.standard_error
-        else over / (5 * found.standard_error + 0.01)
-    )
+    return (found.elbo - np.logaddexp.reduce(case.exact()[1])) / (5 * found.standard_error + 0.01)
 
 
 def by_check_fit(case: Case) -> float:
@@ -321,11 +315,11 @@ def by_log_joint(case: Case) -> float:
 
 
 def by_sample_posterior(case: Case) -> float:
-    """Short chains, to within .12."""
+    """Short chains, to within .12; where they warn that they disagree, which is in words, to within .3."""
     options = {"num_samples": 150, "warmup_steps": 80, "num_chains": 2}
     found = sample_posterior(case, slab=case.slab, seed=0, **options)  # type: ignore[arg-type]
     probs = {name: x for name, x in found.active_probs().items() if name in case.probs_by_site()}
-    return _apart(probs, case, 0.12)
+    return _apart(probs, case, 0.12 if found.ok else 0.3)
 
 
 METHODS: dict[str, Check] = {
@@ -350,8 +344,7 @@ def tried(case: Case, method: str) -> tuple[str, str]:
             text = str(error)
             allowed = text.startswith("Expected") and MAY_REFUSE[method] & case.features
             return "refused" if allowed else "WRONG", text
-    unknown = {"random", "slab mask"} & case.features or ({"draws rows"} & case.features and method != "mean field")
-    if unknown:
+    if MAY_REFUSE[method] & case.features - {"gate factor"}:
         return "WRONG", "neither refused nor known"
     return "right" if off <= 1 else "WRONG", f"off by {off:.2f} of what is tolerable"
 

@@ -297,3 +297,26 @@ def test_a_loss_without_gradients_is_that_of_the_particles(name):
     torch.manual_seed(0)
     elbo = L0_ELBO(estimator=name, num_particles=400, vectorize_particles=True, max_plate_nesting=0)
     assert elbo.loss(model, guide) == pytest.approx(1.0, abs=0.3)  # variance 1.5, four standard errors
+
+
+@pytest.mark.parametrize("name", ["score_function", "arm", "rebar", "straight_through"])
+def test_every_particle_has_its_own_draw_of_all_latents(name):
+    """The variance of the loss falls as one over the particles, also where it comes from a latent that is no gate.
+
+    With y = b + noise and a gate that hardly matters, losses are (y - b)^2 / 2 plus a constant with b ~ N(0, 1): their
+    variance is 1/2 over the number of particles, here to five standard errors.
+    """
+
+    def model():
+        pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(b, 1.0), obs=torch.tensor(0.0))
+
+    def guide():
+        pyro.sample("z", BernoulliGate(logits=torch.zeros((), requires_grad=True)))
+        pyro.sample("b", dist.Normal(torch.zeros((), requires_grad=True), 1.0))
+
+    pyro.set_rng_seed(0)
+    elbo, steps = L0_ELBO("free_energy", estimator=name, num_particles=8), 200
+    losses = torch.stack([elbo.differentiable_loss(model, guide).detach() for _ in range(steps)])
+    assert losses.var() * 8 == pytest.approx(0.5, abs=5 * 0.5 * math.sqrt(3.5 / steps))  # the kurtosis is 3 + 12 / 8

@@ -166,6 +166,6 @@ def test_fit_maps_the_particles_of_pathwise_gates():
     guide = AutoSpikeSlab(model, slab={"w": "z"})
     with pytest.warns(UserWarning, match="still falling"):
         fit(model, guide, x, x @ torch.tensor([1.0, 0.0, -1.0, 0.0]), steps=40, seed=0)
-    assert len(runs) < 80
+    assert len(runs) < 120  # also those that compare the target with the model
     probs = guide.active_probs()["z"]
     assert probs[[0, 2]].min() > 0.9 > 0.7 > probs[[1, 3]].max()

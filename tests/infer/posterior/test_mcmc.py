@@ -216,7 +216,7 @@ def impossible():
     ("model", "options", "message"),
     [
         (branching, {}, r"gates at \['z'\] at once, under torch.vmap, but .*\.item\(\)"),
-        (subsampled, {}, r"plate 'rows' draws 3 of 10 anew.*Leave subsample_size out"),
+        (subsampled, {}, r"plate 'rows' draws a part of the data anew.*Leave subsample_size out"),
         (too_many, {}, r"at most 12 BernoulliGate gates.*got 13 at \['z'\].*one_given_active=0.9.*AutoSpikeSlab"),
         (impossible, {}, r"finite log density somewhere.*\['w'\]"),
         (impossible, {"num_chains": 1}, r"num_chains of at least 2, but got 1"),
