@@ -23,7 +23,7 @@ from pyro_l0.compaction.calls import (
     with_another_row,
     with_noise,
 )
-from pyro_l0.nn.engine.record import held, keep_state
+from pyro_l0.nn.engine.record import held, keep_state, set_mode
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Certificate", "certify", "difference", "refuse_another", "tolerance_of"]
@@ -106,7 +106,7 @@ def certify(
     others = [*map(with_another_row, calls), *(other for call in calls for other in random_calls(call))]
     outputs, gradients = compare.on(calls, expected, others)
     for network in pair:
-        network.train()
+        set_mode(network, True)
         for gate in gate_names(network).values():
             gate.eval()  # so that nothing is drawn
     calls = list(map(with_another_row, calls))
@@ -121,7 +121,7 @@ def certify(
 
 
 def refuse_another(
-    network: nn.Module, other: nn.Module, calls: Sequence[Arguments], tolerance: float, in_float64: bool = True
+    network: nn.Module, other: nn.Module, calls: Sequence[Arguments], tolerance: float | None, in_float64: bool = True
 ) -> None:
     """Refuse a network, made from copies of a user's, that calls its modules or has other outputs, with open gates.
 
@@ -133,10 +133,11 @@ def refuse_another(
         expected, got = (_of_modules(each, with_another_row(calls[0])) for each in (own, new))
     paths, others = {module: path for path, module in network.named_modules()}, dict(other.named_modules())
     shared = [paths[module] for module in got if module in paths]
-    if found <= tolerance and not shared:
+    like = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    if found <= (tolerance_of(like) if tolerance is None else tolerance) and not shared:
         return
     same = {module: got.get(others[path], []) for module, path in paths.items() if path in others}
-    apart = [paths[x] for x in expected if x in same and _are_apart(expected[x], same[x])]
+    apart = [paths[x] for x in expected if x in same and difference(expected[x], same[x])[0] not in (0.0, math.inf)]
     what = f"differ by {found:.1e} of its largest output, first behind {[*apart, ''][0]!r}"
     what = f"call {shared[0]!r} of the original" if shared else what
     raise ValueError(
@@ -158,10 +159,6 @@ def _of_modules(network: nn.Module, call: Arguments) -> dict[nn.Module, list[Ten
     finally:
         handle.remove()
     return found
-
-
-def _are_apart(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
-    return difference(expected, got)[0] not in (0.0, math.inf)
 
 
 _Expected = tuple[list[Tensor], tuple[dict[str, Tensor], float] | None]

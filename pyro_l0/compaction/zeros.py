@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pyro_l0.compaction.certificate import refuse_another, tolerance_of
+from pyro_l0.compaction.certificate import refuse_another
 from pyro_l0.compaction.compact import CompactionError, RoundingError, refusal, search
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.engine import Example, calls_of
@@ -71,13 +70,8 @@ def compact_zeros(
     gated = gate_heads(permanent, {f"{path}.out_proj": len(zero) for path, zero in heads.items()})
     gates = {f"{path}.out_proj.gate": (~zero).double() for path, zero in heads.items()}
     names = [name for name, x in gated.named_parameters(remove_duplicate=False) if bool((x == 0).any())]
-    task: dict[str, Any] = {
-        "network": gated,
-        "gates": gates,
-        "example": example,
-        "tolerance": tolerance,
-        "in_float64": in_float64,
-    }
+    task: dict[str, Any] = dict(zip(("network", "gates", "example"), (gated, gates, example), strict=True))
+    task |= {"tolerance": tolerance, "in_float64": in_float64}
     try:
         found = search(**task, zeros=frozenset(names))
     except RoundingError:
@@ -87,9 +81,7 @@ def compact_zeros(
         found = search(**task, zeros=frozenset(left))
         stays = ", ".join(name for name in names if name not in left)
         warnings.warn(f"The zeros of {stays} stay. {error}", stacklevel=2)
-    like = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    limit = tolerance_of(like) if tolerance is None else tolerance
-    refuse_another(network, found.network, calls_of(example), limit, in_float64)
+    refuse_another(network, found.network, calls_of(example), tolerance, in_float64)
     if not found.plan.remaining:
         warnings.warn(
             "Expected units whose weights are all zero, but none that can leave has only those, as after unstructured "

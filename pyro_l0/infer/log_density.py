@@ -20,7 +20,6 @@ __all__ = ["POINTS", "Point", "check_repeats", "check_target", "trace_at"]
 
 POINTS = 8  # at which a target is compared
 _CLOSE, _RELATIVE = 1e-3, 1e-4  # nats by which changes of a log density may differ, and their share of it
-SHOW = "Draw it by pyro.sample, hide no site by poutine.block, and sum out what is discrete"
 _ROUNDING = 100  # errors of rounding in its sum
 
 Point = Mapping[str, Tensor]  # values of all latent sites, and of the rows of plates where these are drawn
@@ -43,8 +42,12 @@ def check_repeats(model: Model, point: Point) -> None:
     moved = [name for name in first.nodes if not _is_close(first, again, name)]
     rows = [name for name, site in first.nodes.items() if draws_rows(site) and name not in point]
     if rows or moved:
-        drawn = f"that of {', '.join(map(repr, moved))} is not: something is drawn that is no site. {SHOW}."
-        part = "draws a part of the data anew. Leave subsample_size out, or hand the part on by subsample=..."
+        how = "Draw it by pyro.sample, hide no site by poutine.block, and sum out what is discrete."
+        drawn = f"that of {', '.join(map(repr, moved))} is not: something is drawn that is no site. {how}"
+        part = (
+            "draws a part of the data anew. Leave subsample_size out, hand the part on by subsample=..., or fit a mean "
+            "field, AutoSpikeSlab(model, slab), to it."
+        )
         raise ValueError(
             "Expected a model whose log joint is the same in every run at the same values of its sites, but "
             f"{f'plate {rows[0]!r} {part}' if rows else drawn}"

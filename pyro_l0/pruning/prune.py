@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.callbacks.budget import Budgets
-from pyro_l0.compaction.certificate import refuse_another, tolerance_of
+from pyro_l0.compaction.certificate import refuse_another
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.target.budget import Cost, read_budgets
@@ -54,9 +54,9 @@ def prune(
 
     Gates go where a closed one makes the network smaller: behind units that only their own layers read, and on the
     heads of attention. They train with the weights by the L0 objective under a :class:`~pyro_l0.infer.SparsityTarget`,
-    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed, and the
-    smaller network is fine-tuned. Give at least some hundreds of steps; more epochs are better. Usually nothing else
-    needs tuning.
+    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed (but not
+    those that the network's ``train`` holds in evaluation mode), and the smaller network is fine-tuned. Give at least
+    some hundreds of steps; more epochs are better. Usually nothing else needs tuning.
 
     Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
     are averaged, and all processes return the same network.
@@ -92,13 +92,13 @@ def prune(
         The smaller network, with a report, a certificate and the history of the run.
 
     Raises:
-        ValueError: there is no insertion point for a gate, the budget is below the cost of one unit per site, an
-            argument is out of range, or the checkpoint is damaged, was changed, is of another run or held by another
-            process.
+        ValueError: the network can't be copied, a gate changes no output, there is no insertion point for one, the
+            budget is below the cost of one unit per site, an argument is out of range, or the checkpoint is damaged,
+            was changed, is of another run or held by another process.
         TypeError: an argument or the loss has the wrong type.
         FileExistsError: the checkpoint exists, and the training does not resume.
         FileNotFoundError: the checkpoint's folder does not exist.
-        FloatingPointError: the training diverged; the last checkpoint stays.
+        FloatingPointError: the training diverged; the checkpoint of the epoch before stays.
 
     Warns:
         UserWarning: what may have gone better, as in the report's notes, except on a large unit or on sites at their
@@ -136,7 +136,7 @@ def prune(
     trained = trained_modules(dense, loss, batch)  # before what takes longer
     gated = put_gates(given, example, gates, costs.suffice)
     at_home = tree_map_only(Tensor, lambda x: x.to(home), calls_of(example))
-    refuse_another(network, gated.network.to(home), at_home, tolerance_of(torch.get_default_dtype()))
+    refuse_another(network, gated.network.to(home), at_home, None)
     refuse_idle(gated.network.to(device), example)
     called = {name.rpartition(".")[0] for name in record_example(given, example).named}
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))

@@ -393,7 +393,7 @@ def check_apart(network: nn.Module, small: nn.Module, x: Tensor) -> str | None:
     handle.remove()
     with torch.no_grad():
         for tensor in (*network.parameters(), *network.buffers()):
-            tensor.zero_()
+            tensor.fill_(0.1)
         network(x)
         after = small(x)
     return "calls the user's modules" if any(called) else None if torch.equal(before, after) else "reads the user's"

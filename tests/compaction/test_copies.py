@@ -88,6 +88,33 @@ def test_a_whole_graph_module():
     torch.testing.assert_close(compact(gated, {"1.1": Z}, x).network(x), right)
 
 
+class Lacking(nn.Linear):
+    """Its copy has no scale, weights of its own, and none of its hooks."""
+
+    def __deepcopy__(self, memo):
+        return Lacking(self.in_features, self.out_features)
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def exported(network):
+    return torch.export.export(network, (torch.randn(4, 3),), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about its tree specs
+@pytest.mark.parametrize("kind", [exported, lambda layer: scaled(Lacking, 3), torch.fx.symbolic_trace])
+def test_gates_behind_modules_that_copy_themselves(kind):
+    """What they leave out is in all copies."""
+    torch.manual_seed(0)
+    inner = kind(nn.Sequential(nn.Linear(3, 8), nn.ReLU()))
+    network, x = nn.Sequential(inner, nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 3)
+    right = network[2](torch.tanh(inner(x) * Z))
+    gated = insert_gates(network, {"0": Gate(8)}, x)
+    torch.testing.assert_close(fix_gates(gated, {"0.1": Z})(x), right)
+    torch.testing.assert_close(compact(gated, {"0.1": Z}, x).network(x), right)
+
+
 def test_modules_of_einops():
     layers = pytest.importorskip("einops.layers.torch")
     torch.manual_seed(0)
@@ -190,7 +217,9 @@ class Smaller(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    scale = 1.0
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale = 1.0
 
     def __deepcopy__(self, memo):
         return type(self)(self.in_features, self.out_features)
@@ -225,8 +254,8 @@ def test_what_cannot_be_copied_is_named(make, words):
             call()
 
 
-def scaled(kind):
-    layer = kind(5, 8)
+def scaled(kind, inputs=5):
+    layer = kind(inputs, 8)
     layer.scale = 2.0
     return layer
 

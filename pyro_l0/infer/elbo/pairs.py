@@ -46,7 +46,7 @@ def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistributio
             f"{tuple(p.event_shape)} in the model, batch {tuple(q.batch_shape)} and event {tuple(q.event_shape)} "
             "in the guide."
         )
-    for what in ("scale", "mask") if gate is not None or is_scaled(posterior) else ():
+    for what in ("scale", "mask") if is_scaled(posterior) or (gate is not None and is_scaled(site)) else ():
         if not _agree(site[what], posterior[what]):
             raise ValueError(
                 f"The {what} of model and guide differ at site {name!r}: {site[what]} and {posterior[what]}."

@@ -357,15 +357,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
         Of importance weights that use the draws, a third or more count where the guide is right.
         """
-        if self._joint is None:
-            latents = self._of_kind(IndependentLatents)
-            scales, couplings = (
-                [latents[name].parameters["log_scale"] for name in latents.keys() - self.slab.keys()],
-                [],
-            )
-        else:
-            hyper = self._joint.hyper_posterior
-            scales, couplings = [hyper.log_scale], [hyper.coupling]
+        latents, couplings = self._of_kind(IndependentLatents), []
+        scales = [latents[name].parameters["log_scale"] for name in latents.keys() - self.slab.keys()]
+        if self._joint is not None:
+            scales, couplings = [self._joint.hyper_posterior.log_scale], [self._joint.hyper_posterior.coupling]
         size = sum(x.numel() for x in scales)
         factor, before = 1 + _WIDER / math.sqrt(max(size, 1)), [x.detach().clone() for x in (*scales, *couplings)]
         with torch.no_grad():
@@ -388,9 +383,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         found = super().summary(draws)
         checks, at = self._checks
         is_now = all(map(torch.equal, at, self.parameters()))
+        checks = {**{name: torch.zeros_like(x, dtype=torch.long) for name, x in self._fixed.items()}, **checks}
         for name, site in found.items():
             check = checks[name] if name in checks and is_now else torch.ones_like(site.mean, dtype=torch.long)
-            gate = self._active(name, site.mean[None], checks) if name in checks and is_now else None
+            gate = self._active(name, site.mean[None], checks) if name in checks else None
             found[name] = site._replace(check=check if gate is None else torch.maximum(check, gate))
         return found
 

@@ -238,7 +238,7 @@ def _powers(model: OpenModel, hyper: Tensor, scale: Tensor) -> Tensor:
     first = slope(slabs, theta)
     system = first.diag() + jacobian(first, slabs) * slabs
     moves = jacobian(first, theta).expand(len(scale), len(hyper))
-    powers = (torch.linalg.pinv(system.double()) @ moves.double()).to(scale).round(decimals=2).detach()
+    powers: Tensor = (torch.linalg.pinv(system.double()) @ moves.double()).to(scale).round(decimals=2).detach()
     for k, step in enumerate(_FAR * torch.eye(len(hyper)).to(hyper)):
         ratio = (powers @ step).exp()
         there, expected = slope(slabs, hyper + step), ratio * slope(slabs * ratio, hyper)

@@ -284,7 +284,7 @@ def check_fit(
 
 
 def _by_chains(
-    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, chains: int, flips: int
+    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, probs: dict[str, Tensor], chains: int, flips: int
 ) -> tuple[dict[str, Tensor], bool]:
     """P(z != 0) by chains, and whether these hold latents at their means whose uncertainty matters."""
     drawn = guide.draws(chains)
@@ -297,7 +297,7 @@ def _by_chains(
     if quadratic:
         collapsed, _ = next(expansions, at_mean)
     start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
-    running = collapsed.gates.together(guide.active_probs()).clamp(min=_MINIMUM)
+    running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
     run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
     if not quadratic:
         run = reweighted(run, log_likelihood, collapsed.quadratic)
@@ -322,7 +322,7 @@ def checked(
     """
     probs = guide.active_probs()
     try:
-        found, by_weights = _by_chains(model, guide, args, kwargs, chains, flips)
+        found, by_weights = _by_chains(model, guide, args, kwargs, probs, chains, flips)
     except ValueError:
         if fitted is None:
             raise

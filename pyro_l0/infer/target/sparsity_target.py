@@ -540,7 +540,7 @@ class SparsityTarget(_Multiplier):
     def _check_step(self, before: Sequence[Tensor]) -> None:
         """Refuse a first step that is not like Adam's, which moves all gates by the learning rate."""
         pairs = [(x, y) for x, y in zip(self.guide.locations(), before, strict=False) if x.shape == y.shape]
-        each = [(x - y).abs().flatten().float().cpu() for x, y in pairs if x.dtype.itemsize > 2]
+        each = [(x - y).abs().flatten().float().cpu() for x, y in pairs if x.dtype.itemsize > 2 and not x.is_meta]
         moved = torch.cat([torch.zeros(0), *each])
         moved = moved[moved > 0].sort().values
         if not len(moved):

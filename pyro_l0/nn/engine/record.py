@@ -39,6 +39,7 @@ __all__ = [
     "held",
     "keep_state",
     "record",
+    "set_mode",
     "tensors",
 ]
 
@@ -179,17 +180,14 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
         >>> [operation.name for operation in recording.operations]
         ['aten::linear', 'aten::relu']
     """
-    held, recorder = _held(network), _Recorder(network)
+    recorder = _Recorder(network)
     try:
-        return _record(network, example, with_training, recorder)
+        with keep_state(network):
+            return _record(network, example, with_training, recorder)
     finally:
         recorder.notes.is_open = False
-        try:
-            _give_back(held)
-        finally:  # once more, if an interrupt came meanwhile
-            _give_back(held)
-            for gate, dim in recorder.dims.items():
-                gate.dim = dim
+        for gate, dim in recorder.dims.items():
+            gate.dim = dim
 
 
 def _record(network: nn.Module, example: Example, with_training: bool, recorder: _Recorder) -> Recording:
@@ -523,14 +521,14 @@ def tensors(result: object) -> list[Tensor]:
 
 @contextmanager
 def _undisturbed(network: nn.Module) -> Iterator[None]:
-    """Eval mode with gradients; afterwards everything but the modes is as before."""
+    """Eval mode with gradients; afterwards everything outside of the network is as before."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = {x.device for x in network.parameters() if x.device.type == "cuda"}
     try:
         for module in network.modules():
             module.training = False
         torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer as one operation
-        with keep_state(network), torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
+        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -546,7 +544,11 @@ def keep_state(network: nn.Module) -> Iterator[list[tuple[Any, Any]]]:
     try:
         yield held
     finally:
-        _give_back(held)
+        try:
+            _give_back(held)
+        except BaseException:  # an interrupt
+            _give_back(held)
+            raise
         with torch.no_grad():
             for buffer, before in buffers:
                 if not buffer.is_meta and not torch.equal(buffer, before):
@@ -625,7 +627,11 @@ def _walk(
 def _held(network: nn.Module) -> list[tuple[Any, Any]]:
     """The attributes of what a network holds, and the containers and cells in it, each with what it holds."""
     found: list[tuple[Any, Any]] = []
-    for x in _walk([network], enter=_is_foreign).values():
+
+    def is_foreign(function: FunctionType) -> bool:  # our own hooks note what a call shows
+        return not str(function.__module__).startswith("pyro_l0.")
+
+    for x in _walk([network], enter=is_foreign).values():
         if isinstance(x, CellType):
             found += [(x, content) for content in _parts(x)]
         elif isinstance(x, (dict, list, set)):
@@ -634,11 +640,6 @@ def _held(network: nn.Module) -> list[tuple[Any, Any]]:
         elif _is_plain_instance(x):
             found.append((vars(x), dict(vars(x))))
     return found
-
-
-def _is_foreign(function: FunctionType) -> bool:
-    """Whether a function is not one of this library's hooks, which note what a call shows."""
-    return not str(function.__module__).startswith("pyro_l0.")
 
 
 def _give_back(held: Iterable[tuple[Any, Any]]) -> None:
@@ -681,7 +682,17 @@ def held(network: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[nn.Module]
                 holder.cell_contents = swapped(before)
         for site, gate in gate_names(network).items():
             vars(gate)["forward"] = partial(_multiply, gate, site, gates.get(site, torch.ones(gate.size)))
-        yield network.eval()
+        set_mode(network, False)
+        yield network
+
+
+def set_mode(network: nn.Module, is_training: bool) -> None:
+    """Put a network into training or evaluation mode by its own method, or where that refuses, as torch.export's."""
+    try:
+        network.train(is_training)
+    except NotImplementedError:
+        for module in network.modules():
+            module.training = is_training
 
 
 def _multiply(gate: GateLayer, site: str, value: Tensor, x: Tensor | None = None, dim: int | None = None) -> Tensor:
@@ -725,6 +736,10 @@ def copied(network: nn.Module, memo: Mapping[int, object] | None = None) -> nn.M
         _complete(network, new, of_copy, replaced.keys(), pairs)
         for path, module in network.named_modules():
             other = pairs.get(module, module)  # itself where ``memo`` replaces it
+            missing = vars(module).keys() - vars(other).keys() if hasattr(module, "__deepcopy__") else ()
+            for name in missing:
+                if not callable(vars(module)[name]):
+                    vars(other)[name] = copy.deepcopy(vars(module)[name], of_copy)
             if name := _difference(module, other):
                 raise ValueError(
                     f"Expected a network that can be copied, but copies of {path!r}, a {type(module).__name__}, have "

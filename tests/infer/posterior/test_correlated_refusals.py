@@ -53,7 +53,6 @@ def correlated(program=model, slab=SLAB, **options):
     [
         ({"prior": dist.Laplace(0.0, 1.0)}, "Expected a Normal prior of slab site 'w'.*Laplace.*"),
         ({"combine": torch.add}, "Expected slabs 'w' to enter .* as products .* closing gates of 'z' makes .*"),
-        ({"size": 4, "subsample_size": 2}, "Expected site 'z' in plates of their full size, but 'features' .*"),
     ],
 )
 def test_models_that_suit_a_mean_field_alone(options, message):
@@ -75,9 +74,11 @@ def test_subsampled_plates():
 
     with pytest.raises(
         ValueError,
-        match=r"'y' is not: plate 'data' draws a part .*Leave subsample_size out, or hand .*subsample=\.\.\.",
+        match=r"plate 'data' draws a part .*hand the part on by .* or fit a mean",
     ):
         correlated(lambda: of_minibatches(subsample_size=5))()
+    with pytest.raises(ValueError, match=r"plate 'features' draws a part of the data anew\. .*AutoSpikeSlab\(model"):
+        correlated(lambda: model(size=4, subsample_size=2))()
     half = correlated(lambda: of_minibatches(subsample=torch.arange(10)))
     half()
     curvature = half.joint.slab_posterior.quadratic()[0].detach()

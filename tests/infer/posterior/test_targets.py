@@ -176,6 +176,15 @@ def masked():
     observe((z * w) @ X.mT)
 
 
+def masked_nowhere():
+    """A handler that leaves all gates as they are."""
+    with pyro.plate("features", 3), poutine.mask(mask=torch.ones(3, dtype=torch.bool)):
+        z = pyro.sample("z", BernoulliGate(probs=0.3))
+    with pyro.plate("slabs", 3), poutine.scale(scale=torch.ones(())):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    observe((z * w) @ X.mT)
+
+
 def scaled_under_a_rate():
     """A latent rate, gates that count three times, one of them masked."""
     rate = pyro.sample("rate", dist.Beta(2.0, 2.0))
@@ -198,6 +207,7 @@ def of_rate(gates):
 SCALED = {
     per_gate: (log_odds([0.2, 0.4, 0.3], 2.0), {"width": 2.0}),
     masked: (log_odds([0.2, 0.5, 0.5]), {}),
+    masked_nowhere: (log_odds([0.3] * 3), {}),
     scaled_under_a_rate: (of_rate, {}),
 }
 
