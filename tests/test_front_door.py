@@ -19,7 +19,7 @@ PACKAGES = {
     "pruning": "Training prune",
     "training": "Checkpoint epochs process_group",
     "selection": "NeuralFeatureSelector SpikeSlabBinomialRegressor SpikeSlabClassifier SpikeSlabCox "
-    "SpikeSlabMultiTaskRegressor "
+    "SpikeSlabGLM SpikeSlabMultiTaskRegressor "
     "SpikeSlabNegativeBinomial SpikeSlabOrdinal SpikeSlabPoissonRegressor SpikeSlabRegressor SpikeSlabRobust "
     "credible_sets",
 }
