@@ -180,7 +180,7 @@ def fit(
             f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps{better}.",
             stacklevel=2,
         )
-    best.check = _checked(model, guide, args, kwargs, mapped) if best.converged else None
+    best.check = _checked(model, guide, args, kwargs, mapped) if best.converged and not has_noise else None
     if best.check is not None:
         best.converged = not best.check.is_wrong
         if best.check.is_wrong or any(bool(best.check.sites[name].check.any()) for name in probs):
