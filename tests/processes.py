@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import distributed
 
+HANGS = 3600  # seconds after which a process does; no test depends on how long one takes
+
 
 def python(code, *arguments, quiet=True):
     """What a program prints that ends well; warnings and errors among it, unless it is to be quiet."""
@@ -22,7 +24,7 @@ def python(code, *arguments, quiet=True):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if quiet else subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=HANGS,
     )
     assert run.returncode == 0, run.stderr or run.stdout
     return run.stdout
@@ -38,7 +40,7 @@ def in_two(work, folder):
     for process in both:
         process.start()
     for process in both:
-        process.join(200)
+        process.join(HANGS)
         if process.is_alive():
             process.kill()
             pytest.fail("a process hangs")

@@ -31,6 +31,12 @@ def test_enumeration_is_calibrated():
     assert printed.count("ranks p = ") == 14
 
 
+def test_the_whole_command_is_timed():
+    """And what its epochs cost beside their training."""
+    printed = run("steps/bench_epochs.py", "--epochs", "2", "3")
+    assert [line.split()[1] for line in printed.splitlines()[2:]] == ["2", "3"]
+
+
 def test_every_part_for_a_gpu_runs_and_continues_where_it_stopped(tmp_path):
     """A short run and a long one; the report has every table."""
     script, options = "steps/bench_gpu.py", ["--device", "cpu", "--tiny", "--out", str(tmp_path)]

@@ -5,6 +5,7 @@ It imports the standard library alone at first, so that a script can answer an i
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -12,18 +13,20 @@ import re
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["RULES", "advise", "answer_signals", "check", "folder", "require_checkpoint", "run"]
+__all__ = ["RULES", "advise", "answer_signals", "began", "check", "folder", "require_checkpoint", "run"]
 
 Options = TypeVar("Options")
 
 _advice = ""
 _ending = False
+_start: float | None = None  # of a script, on the clock of time.perf_counter
 
 Rule = tuple[str, Callable[[Any], bool]]  # the end of "Expected epochs ...", and whether a value is as expected
 LARGEST = 1e6  # of a factor; more than anybody means, and far from what overflows float32
@@ -57,9 +60,16 @@ SWEPT = ("budgets", "edges", "families", "kinds", "lams", "methods", "nodes", "s
 
 
 def answer_signals() -> None:
-    """From now on SIGINT and SIGTERM end the process with one line and the status 130 or 143."""
+    """A script begins: from now on SIGINT and SIGTERM end the process with one line and the status 130 or 143."""
+    global _start
+    _start = time.perf_counter()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
+
+
+def began() -> float:
+    """When the script began, before its imports; now if its main function was called from elsewhere."""
+    return time.perf_counter() if _start is None else _start
 
 
 def advise(advice: str) -> None:
@@ -78,6 +88,8 @@ def run(main: Callable[[Options], Any], options: type[Options], description: str
         main(_parse(options, description))
         for number in (signal.SIGINT, signal.SIGTERM):  # all is done and written; Python needs a moment to end
             signal.signal(number, signal.SIG_IGN)
+        if _start is not None:
+            gc.freeze()  # else Python takes a quarter of the time of all imports to look for cycles once more
     except (ValueError, FileNotFoundError) as error:
         _refuse(error, 2)
     except (OSError, ArithmeticError, MemoryError) as error:

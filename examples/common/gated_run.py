@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pyro import poutine
 from torch import Tensor, distributed, nn
 from tqdm import tqdm
 
@@ -16,7 +18,7 @@ from common.data import Images
 from pyro_l0.compaction import Shrinker
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import NetworkCost, fix_gates
+from pyro_l0.nn import NetworkCost
 from pyro_l0.training import Checkpoint, epochs
 from pyro_l0.training.epochs import check_finite
 from pyro_l0.training.processes import processes, rank
@@ -47,7 +49,6 @@ class GatedRun:
         "weights_left",
         "macs_left",
         "parameters_left",
-        "expected_weights",
         "expected_macs",
     )
 
@@ -90,15 +91,21 @@ class GatedRun:
         return len(self.history) >= self.options.epochs
 
     def advance(self) -> dict[str, Any]:
-        """Train for an epoch, take out what is closed for good, and measure."""
+        """Train for an epoch, take out what is closed for good, and measure; its seconds are those of the training.
+
+        What an epoch made is checked once, and no earlier epoch's.
+        """
         start, epoch = time.perf_counter(), len(self.history) + 1
         loss = self.train_epoch()
-        check_finite(epoch, loss, *(part for part in self.parts().values() if isinstance(part, nn.Module)))
+        entry = {"epoch": epoch, "loss": loss, "seconds": time.perf_counter() - start}
+        for place in not_finite({"loss": loss, **self._states()}):
+            check_finite(epoch, loss, *(part for part in self.parts().values() if isinstance(part, nn.Module)))
+            raise FloatingPointError(f"Expected finite values after epoch {epoch}, but got others at state{place}.")
         if self.shrinker is not None:
             self.shrinker.step()
-        entry = {"epoch": epoch, "loss": loss, **self.measure(), "seconds": time.perf_counter() - start}
-        for name in not_finite({**self.state_dict(), "entry": entry}):
-            raise FloatingPointError(f"Expected finite values after epoch {epoch}, but got others at {name}.")
+        entry |= self.measure()
+        for place in not_finite(entry):
+            raise FloatingPointError(f"Expected finite values after epoch {epoch}, but got others at entry{place}.")
         return entry
 
     @property
@@ -124,10 +131,13 @@ class GatedRun:
         return gates if self.shrinker is None else self.shrinker.full(gates)
 
     @torch.no_grad()
-    def error(self, network: nn.Module) -> float:
-        """Test error in percent."""
+    def error(self, network: nn.Module, gates: Mapping[str, Tensor] | None = None) -> float:
+        """Test error in percent, of a network with gates under given ones."""
+        was_training = network.training
         network.eval()
-        predicted = torch.cat([network(self.inputs(x)).argmax(-1) for x in self.test_x.split(self.test_batch)])
+        with poutine.condition(data=gates or {}):
+            predicted = torch.cat([network(self.inputs(x)).argmax(-1) for x in self.test_x.split(self.test_batch)])
+        network.train(was_training)
         return 100 * float((predicted != self.test_y).float().mean())
 
     @torch.no_grad()
@@ -137,26 +147,27 @@ class GatedRun:
         active = self.full({name: gate.active_prob for name, gate in self.gates.posterior().items()})
         is_open = {name: (gate != 0).float() for name, gate in self.full(gates).items()}
         return {
-            "test_error_percent": self.error(fix_gates(self.plain(), gates)),
+            "test_error_percent": self.error(self.plain(), gates),
             "architecture": [int(gate.sum()) for gate in is_open.values()],
             "weights_left": int(self.cost.weights(is_open)),
             "macs_left": int(self.cost.macs(is_open)),
             "parameters_left": int(self.cost.parameters(is_open)),
-            "expected_weights": float(self.cost.weights(active)),
             "expected_macs": float(self.cost.macs(active)),
             "expected_l0": sum(float(p.sum()) * self.group_sizes[name] for name, p in active.items()),
             "active_rate": {name: float(p.mean()) for name, p in active.items()},
         }
 
+    def _states(self) -> dict[str, Any]:
+        return {name: None if part is None else part.state_dict() for name, part in self.parts().items()}
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, random numbers apart."""
-        states = {name: None if part is None else part.state_dict() for name, part in self.parts().items()}
-        return {**states, "steps": self.steps, "history": self.history}
+        return {**self._states(), "steps": self.steps, "history": self.history}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; whatever is missing or of another kind is an error."""
-        for name in not_finite(state):
-            raise ValueError(f"expected finite values, but got others at {name}")
+        for place in not_finite(state):
+            raise ValueError(f"expected finite values, but got others at state{place}")
         if self.shrinker is not None:
             self.shrinker.load_state_dict(state["shrinker"])
         for name, part in self.parts().items():
@@ -185,13 +196,15 @@ class GatedRun:
                 raise ValueError(f"expected {self.moments} of each parameter, but {parameter.shape} has {shapes}")
 
 
-def not_finite(value: object, name: str = "state") -> Iterator[str]:
-    """Where in nested containers there are values that are not finite."""
+def not_finite(value: object) -> Iterator[str]:
+    """Where in nested containers there are values that are not finite, as indices."""
     if isinstance(value, (Mapping, list, tuple)):
         for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from not_finite(entry, f"{name}[{key!r}]")
-    elif isinstance(value, (Tensor, float)) and not bool(torch.as_tensor(value).isfinite().all()):
-        yield name
+            yield from (f"[{key!r}]{place}" for place in not_finite(entry))
+    elif isinstance(value, float):
+        yield from () if math.isfinite(value) else ("",)
+    elif isinstance(value, Tensor) and not math.isfinite(value.sum()):  # which costs a fifth of a look at each value
+        yield from () if bool(value.isfinite().all()) else ("",)
 
 
 def check_shares(num_data: int, batch_size: int, number: int) -> None:
@@ -204,12 +217,17 @@ def check_shares(num_data: int, batch_size: int, number: int) -> None:
         )
 
 
-def train(run: GatedRun, path: Path, fingerprint: dict[str, Any], resume: bool, first: bool) -> None:
-    """Train a run to its end, with a checkpoint after every epoch.
+def train(
+    run: GatedRun, path: Path, fingerprint: dict[str, Any], resume: bool, first: bool, after: float = 0.0
+) -> None:
+    """Train a run to its end, with checkpoints.
 
-    The ``first`` process shows a progress bar on a terminal, and elsewhere prints some twenty lines with the time left.
+    The ``first`` process shows a progress bar on a terminal, and elsewhere prints some twenty lines. Both have the time
+    that is left to the whole command: what it trains ``after`` the last epoch takes as long as so many epochs, and its
+    pictures about a fifth of what came before the first epoch, imports above all.
     ``fingerprint`` is what the checkpoint and the run that resumes it must agree in.
     """
+    before = time.perf_counter() - command.began()
     checkpoint = Checkpoint(path, fingerprint)
     if resume:
         checkpoint.load(run.load_state_dict, run.device)
@@ -218,13 +236,16 @@ def train(run: GatedRun, path: Path, fingerprint: dict[str, Any], resume: bool, 
             raise ValueError(f"Expected {expected}, but got {run.options.epochs}.")
     else:
         checkpoint.save(run.state_dict())
-    command.advise(f"{path} holds all finished epochs, and the same command with --resume goes on from there")
+    command.advise(f"{path} holds all but the last moments, and the same command with --resume goes on from there")
     total, hidden = run.options.epochs, None if first else True  # None: shown on a terminal alone
-    bar = tqdm(epochs(run, checkpoint), initial=len(run.history), total=total, unit="epoch", disable=hidden)
+    begun, done = time.perf_counter(), len(run.history)
+    look = "{n_fmt}/{total_fmt} epochs |{bar}| {rate_fmt}{postfix}"
+    bar = tqdm(epochs(run, checkpoint), initial=done, total=total, unit="epoch", disable=hidden, bar_format=look)
     for entry in bar:
         share = 100 * entry["expected_macs"] / run.cost.total_macs
-        progress = f"error {entry['test_error_percent']:.2f} %, expected MACs {share:.1f} %"
+        each = (time.perf_counter() - begun) / (entry["epoch"] - done)
+        left = bar.format_interval((total - entry["epoch"] + after) * each + before / 5)
+        progress = f"error {entry['test_error_percent']:.2f} %, expected MACs {share:.1f} %, {left} left"
         bar.set_postfix_str(progress)
         if first and bar.disable and entry["epoch"] % max(1, total // 20) == 0:
-            left = bar.format_interval((total - entry["epoch"]) * entry["seconds"])
-            print(f"epoch {entry['epoch']} of {total}: {progress}, {left} left", flush=True)
+            print(f"epoch {entry['epoch']} of {total}: {progress}", flush=True)

@@ -259,15 +259,21 @@ class Run(GatedRun):
         return compact(self.plain(), self.gates.test_gates(), self.test_x[:100], before=self.plans)
 
     @torch.no_grad()
-    def measure(self) -> dict[str, Any]:
-        """Test error, what is left, and by site the share of draws in each twentieth of [0, 1], over all its gates."""
+    def gate_shares(self) -> dict[str, list[float]]:
+        """By site the share of draws in each twentieth of [0, 1], over all its gates."""
         shares = {}
         edges = torch.linspace(0.05, 1.0, 20, device=self.device)[:, None]
         for (site, gate), units in zip(self.gates.posterior().items(), self.units, strict=True):
             left = gate.cdf(edges).sum(-1).cpu() / units  # units that left the network have gates of 0
             below = left + (1 - left[-1])
             shares[site] = below.diff(prepend=torch.zeros(1)).tolist()
-        return {**super().measure(), "gate_shares": shares}
+        return shares
+
+    def measure(self) -> dict[str, Any]:
+        """Test error, what is left, and, after the four epochs that a picture shows, the gates' histograms."""
+        epoch, epochs = len(self.history) + 1, self.options.epochs
+        shown = epoch in (1, epochs // 4 + 1, epochs // 2 + 1, epochs)
+        return {**super().measure(), **({"gate_shares": self.gate_shares()} if shown else {})}
 
     def dropout_macs(self) -> float:
         """Expected multiply-adds of the network with dropout instead of its gates (Figure 3 of the L0 paper)."""

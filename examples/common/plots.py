@@ -49,8 +49,8 @@ def plot_history(
 
 def plot_gate_shares(history: list[dict[str, Any]], path: Path) -> None:
     """Histograms of gates while they train, by site (Appendix C of the paper on mixtures)."""
-    sites = list(history[0]["gate_shares"])
-    chosen = [history[i] for i in sorted({0, len(history) // 4, len(history) // 2, len(history) - 1})]
+    chosen = [entry for entry in history if "gate_shares" in entry]
+    sites = list(chosen[0]["gate_shares"])
     panels = np.atleast_1d(figure_axes(1, len(sites), figsize=(4 * len(sites), 3.2), sharey=True))
     for panel, site, name in zip(panels, sites, short_names(sites), strict=True):
         for index, entry in enumerate(chosen):

@@ -8,6 +8,7 @@ from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.compaction.apply import Indices, cut, named_tensors
@@ -22,9 +23,10 @@ from pyro_l0.compaction.calls import (
     with_another_row,
     with_noise,
 )
-from pyro_l0.nn.engine.record import copied, keep_state
+from pyro_l0.nn.engine.record import held, keep_state, set_mode
+from pyro_l0.nn.gate import gate_names
 
-__all__ = ["Certificate", "certify", "difference", "tolerance_of"]
+__all__ = ["Certificate", "certify", "difference", "refuse_another", "tolerance_of"]
 
 _RANDOM = 1e-6  # a difference that rounding does not make
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
@@ -89,12 +91,12 @@ def certify(
 ) -> Certificate:
     """Compare a smaller network with the one that it was made from, by default both in float64 if they accept it.
 
-    The gates of ``reference`` are fixed, and what ``small`` raises is passed on. By name of a parameter, ``indices``
+    The gates of ``reference`` are held, and what ``small`` raises is passed on. By name of a parameter, ``indices``
     are what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
-    Gradients that differ by more than a tolerance are also compared beside the example. What a caller still needs is
-    ``small`` alone, and not even that if ``outputs_only``.
+    Gradients that differ by more than a tolerance are also compared beside the example. Both networks are in evaluation
+    mode, and are changed.
     """
-    pair = _without_dropout(reference).eval(), _without_dropout(small if outputs_only else copied(small)).eval()
+    pair = _without_dropout(reference), _without_dropout(small)
     compare = _Comparison(*pair, indices, scales, tolerance)
     expect = partial(compare.expected, outputs_only=outputs_only)
     calls, expected = _of_calls(expect, calls, pair if in_float64 else ())
@@ -104,7 +106,9 @@ def certify(
     others = [*map(with_another_row, calls), *(other for call in calls for other in random_calls(call))]
     outputs, gradients = compare.on(calls, expected, others)
     for network in pair:
-        network.train()
+        set_mode(network, True)
+        for gate in gate_names(network).values():
+            gate.eval()  # so that nothing is drawn
     calls = list(map(with_another_row, calls))
     try:
         expected = list(map(compare.expected, calls))
@@ -114,6 +118,47 @@ def certify(
     if not _worst(in_training[0], in_training[1] or 0.0) <= _RANDOM and compare.draws(calls):
         return Certificate(outputs, gradients)
     return Certificate(outputs, gradients, *in_training)
+
+
+def refuse_another(
+    network: nn.Module, other: nn.Module, calls: Sequence[Arguments], tolerance: float | None, in_float64: bool = True
+) -> None:
+    """Refuse a network, made from copies of a user's, that calls its modules or has other outputs, with open gates.
+
+    The ValueError names the module that is called, or the first one whose output differs.
+    """
+    with held(network, {}) as own, held(other, {}) as new:
+        found = certify(own, new, calls, {}, {}, outputs_only=True, in_float64=in_float64)
+    with held(network, {}) as own, held(other, {}) as new:
+        expected, got = (_of_modules(each, with_another_row(calls[0])) for each in (own, new))
+    paths, others = {module: path for path, module in network.named_modules()}, dict(other.named_modules())
+    shared = [paths[module] for module in got if module in paths]
+    like = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    if found <= (tolerance_of(like) if tolerance is None else tolerance) and not shared:
+        return
+    same = {module: got.get(others[path], []) for module, path in paths.items() if path in others}
+    apart = [paths[x] for x in expected if x in same and difference(expected[x], same[x])[0] not in (0.0, math.inf)]
+    what = f"differ by {found:.1e} of its largest output, first behind {[*apart, ''][0]!r}"
+    what = f"call {shared[0]!r} of the original" if shared else what
+    raise ValueError(
+        f"Expected a network that can be copied, but copies {what}; let its code reach all that it uses by attributes "
+        "that copy.deepcopy copies."
+    )
+
+
+def _of_modules(network: nn.Module, call: Arguments) -> dict[nn.Module, list[Tensor]]:
+    """What every module that a call reaches returns at first, the inner ones before those around them."""
+    found: dict[nn.Module, list[Tensor]] = {}
+
+    def note(module: nn.Module, args: object, result: object) -> None:
+        found.setdefault(module, [x.detach().clone() for x in tensors(result)])
+
+    handle = module_hooks.register_module_forward_hook(note)
+    try:
+        run(network, call)
+    finally:
+        handle.remove()
+    return found
 
 
 _Expected = tuple[list[Tensor], tuple[dict[str, Tensor], float] | None]

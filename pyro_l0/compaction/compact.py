@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction.apply import apply_in_place, refuse_other_sizes, reset_running_means
 from pyro_l0.compaction.calls import Arguments, NoDropout, another_size, run, tensors
-from pyro_l0.compaction.certificate import Certificate, certify, difference, tolerance_of
+from pyro_l0.compaction.certificate import Certificate, certify, difference, refuse_another, tolerance_of
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.compaction.plan import (
     NotConstantError,
@@ -29,9 +30,10 @@ from pyro_l0.compaction.plan import (
 )
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.expect import expect
+from pyro_l0.nn.calls import refuse_computed
 from pyro_l0.nn.engine import Example, Recording, analyse, calls_of, record
-from pyro_l0.nn.engine.record import copied
-from pyro_l0.nn.fixed import check_gates, fix_gates
+from pyro_l0.nn.engine.record import copied, held
+from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
 
 _MOST_ROUNDING = 1e3  # tolerances
@@ -39,7 +41,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def check_network(network: nn.Module, example: Example) -> list[Arguments]:
-    """Run a copy of a network on an example, whose calls are returned; refuse what would certify nothing."""
+    """Run a network on an example, whose calls are returned; refuse what would certify nothing."""
     expect(nn.Module, "a torch module", network=network)
     calls = calls_of(example)
     inputs = [x for call in calls for x in tensors(call)]
@@ -51,12 +53,9 @@ def check_network(network: nn.Module, example: Example) -> list[Arguments]:
     for name, parameter in network.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):  # each copy would draw its own
             raise ValueError(f"Expected a network that is ready, but {name!r} is lazy; call the network once.")
-    with torch.no_grad():
-        new = copied(network).eval()
-    for name, gate in gate_names(new).items():
-        gate.site_name, gate.is_reported = name, True  # so that a draw warns of nothing
-    for call in calls:
-        run(new, call)
+    with held(network, {}) as own, torch.no_grad():
+        for call in calls:
+            run(own, call)
     return calls
 
 
@@ -123,17 +122,18 @@ def search(
         except CompactionError as error:
             first = first or error
     assert first is not None
+    if not is_trial:  # perhaps copies differ from the network before anything is cut
+        refuse_computed(network)
+        refuse_another(network, task.network, task.calls, task.tolerance, in_float64)
     raise first
 
 
-def refusal(
-    network: nn.Module, gates: Mapping[str, Tensor], example: Example, zeros: Set[str] = frozenset()
-) -> str | None:
-    """Why a network can't be cut by some values of its gates; None if it can. Gradients are not compared."""
+def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example, **options: Any) -> str | None:
+    """Why a network can't be cut by some values of its gates; None if it can. By default outputs alone are compared."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            search(network, gates, example, is_trial=True, zeros=zeros)
+            search(network, gates, example, **{"is_trial": True, **options})
     except Exception as error:  # of any kind, as the network's own code raises some
         return str(error) or type(error).__name__
     return None
@@ -173,6 +173,7 @@ def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 class _Task:
     """What :func:`search` is asked for, on a copy of the network without what its modules keep for evaluation."""
 
+    own: nn.Module  # as it was given
     network: nn.Module
     gates: Mapping[str, Tensor]
     calls: Sequence[Arguments]
@@ -198,46 +199,42 @@ class _Task:
         like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
         gates = {site: gate if like.is_meta else gate.to(like.device) for site, gate in gates.items()}
         limit = tolerance_of(like.dtype) if tolerance is None else tolerance
-        return cls(copied(network).train(), gates, calls, limit, zeros=zeros, **flags)
+        return cls(network, copied(network).train(), gates, calls, limit, zeros=zeros, **flags)
 
     def cut(self, recording: Recording, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         """A certified network without units whose gates are closed; raises NotConstantError and CompactionError."""
+        with held(self.own, self.gates) as reference:
+            return self._cut(reference, recording, closed, folds)
+
+    def _cut(self, reference: nn.Module, recording: Recording, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         network, keep_gates = self.network, self.keep_gates
         with _refusing(NotConstantError):
             analysis = analyse(recording, closed, None if keep_gates else self.gates, folds, self.zeros)
             units = constant_units(network, analysis)
-            reference = fix_gates(network, self.gates).eval()
-            if any(parameter.is_meta for parameter in network.parameters()):
-                reference.to("meta")
             if keep_gates:
                 reset_running_means(reference, {path: tuple(x.tolist()) for path, x in analysis.zero_channels.items()})
             constants = layer_constants(reference, units, self.calls)
             plan = make_plan(network, recording, analysis, self.gates, constants, units, keep_gates)
             small = copied(network).eval()
             apply_in_place(small, plan, constants)
-        evaluated = self._fixed(small, plan) if keep_gates else small
         attributes = {path: dict(values) for path, values in plan.attributes.items()}
         for path, values in followed_sizes(network, analysis).items():
             attributes.setdefault(path, {}).update(values)
-        for each in (small, evaluated):
-            set_attributes(each, attributes)
-        sizes = None if self.is_trial else self._input_sizes(reference, evaluated, plan)
-        plan = replace(plan, attributes=attributes, input_sizes=sizes)
+        set_attributes(small, attributes)
+        with held(small, self._left(plan)) as evaluated:
+            sizes = None if self.is_trial else self._input_sizes(reference, evaluated, plan)
+            plan = replace(plan, attributes=attributes, input_sizes=sizes)
+            _check_used(network, recording, plan)
+            certificate = self._certify(reference, evaluated, plan)
         if plan.input_sizes is not None:
             refuse_other_sizes(small, plan.input_sizes)
-        _check_used(network, recording, plan)
-        certificate = self._certify(reference, evaluated, plan)
         _warn_unused(network, recording, analysis.shrunk)
         return Compacted(small, plan, certificate, reasons=analysis.reasons, removed=analysis.removed)
 
-    def _fixed(self, small: nn.Module, plan: Plan) -> nn.Module:
-        """The smaller network with fixed gates, which it still has."""
-        left = dict(self.gates)
-        for change in plan.changes.values():
-            left[change.site] = self.gates[change.site][list(change.units)]
-            if change.random and not change.units:
-                del left[change.site]
-        return fix_gates(small, left).eval()
+    def _left(self, plan: Plan) -> dict[str, Tensor]:
+        """The values of the gates that the smaller network still has."""
+        changes = [change for change in plan.changes.values() if change.random]
+        return {**self.gates} | {change.site: self.gates[change.site][list(change.units)] for change in changes}
 
     def _input_sizes(self, reference: nn.Module, small: nn.Module, plan: Plan) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of the example's inputs if the smaller network is right for no others."""

@@ -177,6 +177,8 @@ def layer_constants(
     finally:
         for handle in handles:
             handle.remove()
+    if units.keys() - found.keys():
+        raise NotConstantError("Expected layers that evaluation calls, but training alone calls some.")
     return found
 
 

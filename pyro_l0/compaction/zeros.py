@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from pyro_l0.compaction.certificate import refuse_another
 from pyro_l0.compaction.compact import CompactionError, RoundingError, refusal, search
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.nn.engine import Example
+from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import check_given
 from pyro_l0.nn.heads import gate_heads
@@ -63,22 +64,24 @@ def compact_zeros(
         >>> compact_zeros(net, torch.ones(1, 2)).network[0]
         Linear(in_features=2, out_features=2, bias=True)
     """
-    network = _made_permanent(network)
-    found_heads = {path: _zero_heads(module) for path, module in network.named_modules() if path}
+    permanent = _made_permanent(network)
+    found_heads = {path: _zero_heads(module) for path, module in permanent.named_modules() if path}
     heads = {path: zero for path, zero in found_heads.items() if zero is not None}
-    gated = gate_heads(network, {f"{path}.out_proj": len(zero) for path, zero in heads.items()})
+    gated = gate_heads(permanent, {f"{path}.out_proj": len(zero) for path, zero in heads.items()})
     gates = {f"{path}.out_proj.gate": (~zero).double() for path, zero in heads.items()}
     names = [name for name, x in gated.named_parameters(remove_duplicate=False) if bool((x == 0).any())]
-    search_with = partial(search, gated, gates, example, tolerance=tolerance, in_float64=in_float64)
+    task: dict[str, Any] = dict(zip(("network", "gates", "example"), (gated, gates, example), strict=True))
+    task |= {"tolerance": tolerance, "in_float64": in_float64}
     try:
-        found = search_with(zeros=frozenset(names))
+        found = search(**task, zeros=frozenset(names))
     except RoundingError:
         raise
     except CompactionError as error:
-        left = _removable(lambda zeros: refusal(gated, gates, example, frozenset(zeros)) is None, names, [])
-        found = search_with(zeros=frozenset(left))
+        left = _removable(lambda zeros: refusal(**task, zeros=frozenset(zeros), is_trial=False) is None, names, [])
+        found = search(**task, zeros=frozenset(left))
         stays = ", ".join(name for name in names if name not in left)
         warnings.warn(f"The zeros of {stays} stay. {error}", stacklevel=2)
+    refuse_another(network, found.network, calls_of(example), tolerance, in_float64)
     if not found.plan.remaining:
         warnings.warn(
             "Expected units whose weights are all zero, but none that can leave has only those, as after unstructured "

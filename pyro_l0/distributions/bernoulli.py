@@ -53,7 +53,12 @@ class BernoulliGate(GateDistribution):
             raise ValueError(f"Expected one of probs and logits, but got probs {probs} and logits {logits}.")
         (given,), _ = as_parameters({}, **({"probs": probs} if logits is None else {"logits": logits}))
         self.logits = torch.logit(given) if logits is None else given
-        super().__init__(self.logits.shape, validate_args=validate_args)
+        try:
+            super().__init__(self.logits.shape, validate_args=validate_args)
+        except ValueError:
+            if probs is None:
+                raise
+            raise ValueError(f"Expected probs above 0 and below 1, but got {probs}; log odds are logits.") from None
 
     @property
     def probs(self) -> Tensor:

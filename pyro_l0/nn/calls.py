@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example, Recording, Value, calls_of, record
+from pyro_l0.nn.engine.record import Example, Recording, Value, calls_of, held, keep_state, record, tensors
 from pyro_l0.nn.gate import check_given, gate_names
 
-__all__ = ["Calls", "ModuleCall", "containing", "follow_calls", "record_called", "record_example", "refuse_computed"]
+__all__ = [
+    "Calls",
+    "ModuleCall",
+    "containing",
+    "follow_calls",
+    "idle_gates",
+    "record_called",
+    "record_example",
+    "refuse_computed",
+    "refuse_idle",
+    "refuse_wrapped",
+]
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,7 @@ class Calls:
 def follow_calls(network: nn.Module, example: Example) -> Calls:
     """Record a network and the calls of its modules."""
     check_given(network)
+    refuse_wrapped(network)
     seen: list[tuple[nn.Module, Tensor | None, object, str, int]] = []
     begun: list[object] = []  # calls of the whole network
     makers: dict[int, str] = {}
@@ -108,15 +123,89 @@ def _hidden(module: nn.Module, result: Any) -> object:
     return result[0] if isinstance(module, nn.LSTM | nn.LSTMCell) else result
 
 
+def refuse_wrapped(network: nn.Module) -> None:
+    """Refuse what is around a network, or was made of it, and say what to give instead."""
+    inner = "_orig_mod" if hasattr(network, "_orig_mod") else "module"  # of torch.compile and of data parallelism
+    if inner == "_orig_mod" or isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"Expected the network itself, but got a {type(network).__name__} around it; give network.{inner}."
+        )
+    if isinstance(network, torch.jit.ScriptModule):
+        raise TypeError(
+            f"Expected a network of Python code, but got a {type(network).__name__}; give the module that was scripted "
+            "or traced, and script what compact makes of it."
+        )
+
+
 def refuse_computed(network: nn.Module) -> None:
     """Refuse modules of which a hook computes a weight, as ``spectral_norm``: all of its units have to stay."""
     for path, module in network.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not module._parameters.keys().isdisjoint((f"{name}_orig", f"{name}_v")):
+                how = "remove_weight_norm" if f"{name}_v" in module._parameters else "remove_spectral_norm"
+                how = "prune.remove" if f"{name}_mask" in module._buffers else how
                 raise ValueError(
-                    f"Expected modules that hold parameters and buffers, but {name!r} of {path!r} was computed, as by "
-                    "torch.nn.utils.spectral_norm; remove that first, by remove_spectral_norm or remove_weight_norm."
+                    f"Expected modules that hold parameters and buffers, but {name!r} of {path!r} was computed by a "
+                    f"hook; call torch.nn.utils.{how}(network.get_submodule({path!r}), {name!r}) first."
                 )
+
+
+def refuse_idle(network: nn.Module, example: Example) -> None:
+    """Refuse gates whose closing changes no output."""
+    idle = idle_gates(network, example)
+    if idle:
+        raise ValueError(
+            f"Expected gates that change what the network computes, but closing gate {idle[0]!r} changes no output; "
+            "take it out, or put it behind a module whose units are read later."
+        )
+
+
+def idle_gates(network: nn.Module, example: Example) -> list[str]:
+    """The sites of gates whose closing changes no output, with random weights and inputs either, where no unit is dead.
+
+    Gates whose values have a gradient are none; those without are closed, as code may compare or choose by their units.
+    """
+    values = {site: torch.ones(gate.size, requires_grad=True) for site, gate in gate_names(network).items()}
+    idle, generator, has_run = set(values), torch.Generator().manual_seed(0), False
+
+    def draw(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=generator).to(x) if x.is_floating_point() else x
+
+    def outputs(own: nn.Module, call: Any) -> list[Tensor]:
+        args, kwargs = tree_map_only(Tensor, torch.clone, call)
+        with keep_state(own):
+            torch.manual_seed(0)
+            return tensors(own(*args, **kwargs))
+
+    devices = {x.device for x in network.parameters() if x.is_cuda}
+    with held(network, values) as own, torch.random.fork_rng(devices=devices), torch.enable_grad():
+        given = [(p, p.detach().clone()) for p in own.parameters()]
+        for is_random, call in product((True, True, True, False), calls_of(example)):
+            for p, before in given:
+                p.data = draw(before) / max(1, before[:1].numel()) ** 0.5 if is_random and p.dim() else before
+            with suppress(Exception):  # the code asks for other numbers
+                call = tree_map_only(Tensor, draw, call) if is_random else call
+                made = outputs(own, call)
+                sums = [(x * draw(x.detach())).sum().real for x in made if x.requires_grad]
+                slopes = torch.autograd.grad(sums, [*values.values()], allow_unused=True) if sums else ()
+                idle -= {site for site, slope in zip(values, slopes, strict=False) if slope is not None and slope.any()}
+                for site in sorted(idle):
+                    values[site].data.zero_()
+                    others = outputs(own, call)
+                    values[site].data.fill_(1.0)
+                    idle -= set() if all(map(_are_alike, made, others)) else {site}
+                has_run = True
+            if not idle:
+                break
+    return sorted(idle) if has_run else []
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are equal but for rounding."""
+    apart, scale = (
+        x.to(torch.complex128).norm() for x in (one - other if one.is_floating_point() else one != other, one)
+    )
+    return bool(apart <= 1e-4 * scale)
 
 
 def record_called(network: nn.Module, example: Example) -> Recording:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_l0.expect import expect_count
-from pyro_l0.nn.engine.record import copied
+from pyro_l0.nn.calls import refuse_idle
+from pyro_l0.nn.engine.record import Example, copied
 from pyro_l0.nn.gate import Gate, check_given
 from pyro_l0.nn.insert import GateHook, arrange, has_hook, module_at
 
@@ -125,7 +126,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
 
 
-def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
+def gate_heads(network: nn.Module, heads: Mapping[str, int], example: Example | None = None) -> nn.Module:
     """Copy a network and put a gate on each attention head.
 
     The input of an output projection holds the heads side by side. The gates multiply its slices, so compaction removes
@@ -139,11 +140,14 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     Args:
         network: the network; it is not changed, and weights are not shared.
         heads: by path of the output projection, the number of heads whose values it reads.
+        example: what the network is called with, as for :func:`~pyro_l0.nn.insert_gates`; give it to refuse gates that
+            change no output.
 
     Raises:
         ValueError: a path is not a module of the network, or the module has two names or head gates already; the number
-            of heads is not that of the ``nn.MultiheadAttention``, or does not divide the projection's inputs; or an
-            ``nn.MultiheadAttention`` is the whole network, or adds a bias or zeros to its keys and values.
+            of heads is not that of the ``nn.MultiheadAttention``, or does not divide the projection's inputs; an
+            ``nn.MultiheadAttention`` is the whole network, or adds a bias or zeros to its keys and values; or a gate
+            changes no output.
         TypeError: a module is not a dense layer, or a number of heads is not an integer.
 
     Example:
@@ -174,6 +178,8 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
         # It would pass packed sequences to layers that take plain ones.
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PlainAttention) for m in module.modules()):
             module.use_nested_tensor = False
+    if example is not None:
+        refuse_idle(new, example)
     return new
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.expect import expect
-from pyro_l0.nn.calls import ModuleCall, follow_calls
+from pyro_l0.nn.calls import ModuleCall, follow_calls, refuse_idle
 from pyro_l0.nn.engine.record import Example, Value, copied
 from pyro_l0.nn.gate import Gate, GateHolder, GateLayer, check_given
 
@@ -173,7 +173,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
         gates: by module path, the gate for the module's output, such as the result of
             :func:`~pyro_l0.nn.suggest_gates`. One gated module may contain another.
         example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; give it to refuse
-            modules that are never called, and gates of another size than their outputs.
+            modules that are never called, gates of another size than their outputs, and gates that change no output.
 
     Raises:
         ValueError: a path is not a module of the network, or no gate can act behind the module: it is never called, the
@@ -193,6 +193,8 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
         module = new.get_submodule(path)
         (_RecurrentHook if isinstance(module, nn.RNNBase) else _OutputHook)(module, gate)
     arrange(new)
+    if example is not None:
+        refuse_idle(new, example)
     return new
 
 

@@ -88,6 +88,8 @@ class L0Gate(GateLayer):
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; Eq. 10-13, 21, 22.
     """
 
+    is_reached = False  # by a call, since NetworkGates knows it
+
     def __init__(
         self,
         *shape: int,
@@ -203,6 +205,7 @@ class L0Gate(GateLayer):
 
     def forward(self, x: Tensor | None = None, dim: int | None = None) -> Tensor:
         """The gates' values, or ``x`` multiplied by them; ``dim`` overrides that of the constructor."""
+        self.is_reached = True
         in_block = may_be_in_block()
         z, is_kept = self._value(in_block) if self.training else (self.test_gate, False)
         name, dim = self.site_name or self, self.dim if dim is None else dim
@@ -318,6 +321,7 @@ class _CallHook:
     """Draws the gates of a network once for each of its calls, unless it is compiled; has handles as GateHook has."""
 
     def __init__(self, network: nn.Module) -> None:
+        self.has_trained = False  # since the gates are watched
         self.handles = [
             network.register_forward_pre_hook(self),
             network.register_forward_hook(self.forget, always_call=True),
@@ -341,10 +345,20 @@ class _CallHook:
                 _joint_draws[network] = _versions(own), active_prob
 
     def forget(self, network: nn.Module, args: object, output: object) -> None:
-        """Let gates draw by themselves again."""
+        """Let gates draw by themselves again; after the first training call refuse those that no call reached."""
         for gate in network.modules():
             if isinstance(gate, L0Gate) and gate.drawn is not None and gate.drawn.by is network:
                 gate.drawn = None
+        is_training = output is not None and network.training and torch.is_grad_enabled()
+        if self.has_trained or not is_training or torch.compiler.is_compiling():
+            return
+        self.has_trained = True
+        idle = [site for site, gate in _l0_gates(network).items() if not gate.is_reached]
+        if idle:
+            raise ValueError(
+                f"Expected a network that uses its gates, but its first training call did not reach {idle[0]!r}; take "
+                "the gate out, or before that call the network in evaluation mode on inputs that reach it."
+            )
 
 
 def forget_calls(network: nn.Module) -> None:
@@ -398,7 +412,8 @@ class NetworkGates:
         sites: the network's own L0Gates by site.
 
     Raises:
-        ValueError: the network has no L0Gate.
+        ValueError: the network has no L0Gate. The network's first training call raises one for gates that neither it
+            nor a call before reaches.
         TypeError: ``network`` is not a module.
 
     Example:
@@ -416,6 +431,8 @@ class NetworkGates:
         self._follow()
         if not any(isinstance(hook, _CallHook) for hook in network._forward_pre_hooks.values()):
             _CallHook(network)
+            for gate in self.sites.values():
+                gate.is_reached = False
 
     def _follow(self) -> None:
         self.sites = _l0_gates(self._network)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import Calls, containing, follow_calls, record_called
+from pyro_l0.nn.calls import Calls, containing, follow_calls, idle_gates, record_called
 from pyro_l0.nn.cost import ClosedUnits
 from pyro_l0.nn.engine.maps import Axis, Link, Maps, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
@@ -123,7 +123,9 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         sites = {gate: site for site, gate in gate_names(gated).items()}
         closed = ClosedUnits(record_called(gated, example), _UNITS)
         saved = closed.saved()
-        why = {stay.site: f"its units {stay.verdict}" for stay in reversed(closed.report().stays)}
+        idle = idle_gates(gated, example)
+        why = dict.fromkeys(idle, "its units change no output")
+        why |= {stay.site: f"its units {stay.verdict}" for stay in reversed(closed.report().stays)}
         parameters, coupled = _shared(calls.maps, found)
         # Recurrent units are one in front of a gate and behind: they leave with it alone, or nothing does.
         recurrent = {path for path in gates if isinstance(network.get_submodule(path), nn.RNNBase | nn.RNNCellBase)}
@@ -132,7 +134,7 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
             site, others = sites[gate], () if path in leaving else coupled[path]
             if others and leaving.issuperset(others):
                 refused[path] = f"its units are those of {_few(others)}"
-            elif max(saved[site]) > 0 or (path in recurrent and others and site not in why):
+            elif site not in idle and (max(saved[site]) > 0 or (path in recurrent and others and site not in why)):
                 locations.append(Location(path, gate, *saved[site], parameters[path], others, path in composites))
             else:
                 together = f"its units leave only together with those behind {_few(others)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer import SparsityTarget
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.training.epochs import Stream, some_batches
 from pyro_l0.training.processes import average_buffers, average_gradients, gather
 
@@ -74,8 +74,8 @@ class Training:
             after the cut, for the history.
         callbacks: are called after every epoch with its entry of the history.
         progress: whether to print every epoch to the standard error.
-        checkpoint: a file that is written after every epoch, with a SHA-256 of its contents. The one before stays as
-            ``.previous``; during the run ``.lock`` says which process holds the file.
+        checkpoint: a file that is written after epochs, at most for a hundredth of the time, with a SHA-256. The one
+            before stays as ``.previous``; during the run ``.lock`` says which process holds the file.
         resume: continue from that file, bit for bit, if it exists.
 
     Raises:
@@ -321,13 +321,26 @@ def groups(loader: Loader, size: int, epoch: int) -> Iterator[list[object]]:
         yield group
 
 
+def held_norms(network: nn.Module) -> set[nn.Module]:
+    """The BatchNorm layers that the network's own ``train`` holds in evaluation mode, with their running statistics."""
+    modes = {module: module.training for module in network.modules()}
+    network.train()
+    held: set[nn.Module] = {
+        m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and not m.training
+    }
+    for module, training in modes.items():
+        module.training = training
+    return held
+
+
 @torch.no_grad()
 def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> None:
-    """Take the running statistics of BatchNorm anew, as means over a few batches.
+    """Take the running statistics of BatchNorm anew, as means over a few batches, but those of :func:`held_norms`.
 
     After units were removed the old ones describe inputs that no longer exist. The network's mode stays.
     """
-    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    held = held_norms(network)
+    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m not in held]
     if not norms:
         return
     modes = {module: module.training for module in network.modules()}
@@ -355,10 +368,10 @@ def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[s
     """
     if not any(p.requires_grad for p in network.parameters()):
         return set()
-    copied = copy.deepcopy(network).train()
+    trained = copied(network).train()
     with torch.random.fork_rng([loss.device] if loss.device.type == "cuda" else []):
-        loss(copied, batch).backward()
-    return {name.rpartition(".")[0] for name, p in copied.named_parameters() if p.grad is not None}
+        loss(trained, batch).backward()
+    return {name.rpartition(".")[0] for name, p in trained.named_parameters() if p.grad is not None}
 
 
 _PARTS = ("network", "budget", "optimiser", "schedule")  # those that a phase has

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.callbacks.budget import Budgets
+from pyro_l0.compaction.certificate import refuse_another
+from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.target.budget import Cost, read_budgets
 from pyro_l0.nn import NetworkCost, fix_gates
-from pyro_l0.nn.calls import record_example, refuse_computed
-from pyro_l0.nn.engine import Example
+from pyro_l0.nn.calls import record_example, refuse_computed, refuse_idle, refuse_wrapped
+from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.latency import Latency, measure_latency
-from pyro_l0.pruning.phases import BatchLoss, LossFunction, Training, trained_modules
+from pyro_l0.pruning.phases import BatchLoss, LossFunction, Training, held_norms, trained_modules
 from pyro_l0.pruning.result import Note, Pruned, PruningReport, largest_unit, notes_on, notes_on_latency
 from pyro_l0.pruning.run import Cut, Run
 from pyro_l0.training.epochs import Checkpoint, saved_entry, some_batches
@@ -52,9 +54,9 @@ def prune(
 
     Gates go where a closed one makes the network smaller: behind units that only their own layers read, and on the
     heads of attention. They train with the weights by the L0 objective under a :class:`~pyro_l0.infer.SparsityTarget`,
-    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed, and the
-    smaller network is fine-tuned. Give at least some hundreds of steps; more epochs are better. Usually nothing else
-    needs tuning.
+    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed (but not
+    those that the network's ``train`` holds in evaluation mode), and the smaller network is fine-tuned. Give at least
+    some hundreds of steps; more epochs are better. Usually nothing else needs tuning.
 
     Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
     are averaged, and all processes return the same network.
@@ -90,9 +92,9 @@ def prune(
         The smaller network, with a report, a certificate and the history of the run.
 
     Raises:
-        ValueError: there is no insertion point for a gate, the budget is below the cost of one unit per site, an
-            argument is out of range, or the checkpoint is damaged, was changed, is of another run or held by another
-            process.
+        ValueError: the network can't be copied, a gate changes no output, there is no insertion point for one, the
+            budget is below the cost of one unit per site, an argument is out of range, or the checkpoint is damaged,
+            was changed, is of another run or held by another process.
         TypeError: an argument or the loss has the wrong type.
         FileExistsError: the checkpoint exists, and the training does not resume.
         FileNotFoundError: the checkpoint's folder does not exist.
@@ -133,6 +135,9 @@ def prune(
     dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
     trained = trained_modules(dense, loss, batch)  # before what takes longer
     gated = put_gates(given, example, gates, costs.suffice)
+    at_home = tree_map_only(Tensor, lambda x: x.to(home), calls_of(example))
+    refuse_another(network, gated.network.to(home), at_home, None)
+    refuse_idle(gated.network.to(device), example)
     called = {name.rpartition(".")[0] for name in record_example(given, example).named}
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
 
@@ -190,11 +195,7 @@ def _check(
     expect_count(1, epochs=epochs, multiple_of=1 if multiple_of is None else multiple_of)
     if training.distil is not None and not pretrained:
         raise ValueError("Expected a network that was trained before to distil from, but pretrained is False.")
-    inner = "_orig_mod" if hasattr(network, "_orig_mod") else "module"  # of torch.compile and of data parallelism
-    if inner == "_orig_mod" or isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise TypeError(
-            f"Expected the network itself, but got a {type(network).__name__} around it; give network.{inner}."
-        )
+    refuse_wrapped(network)
     refuse_computed(network)
 
 
@@ -268,10 +269,9 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     """What is returned of the network at a budget, and the notes on it."""
     assert cut.compacted is not None
     network, removed = cut.compacted.network.eval(), cut.compacted.removed
-    full = {site: torch.ones_like(gate) for site, gate in cut.gates.items()}
-    is_open = full if cut.refusal is not None else {site: (gate != 0).float() for site, gate in cut.gates.items()}
-    counts = {"macs": run.counts.macs, "weights": run.counts.weights, "parameters": run.counts.parameters}
-    left = {name: (float(count(is_open)), float(count(full))) for name, count in counts.items()}
+    with as_whole_norms(network):
+        counts = NetworkCost(network, run.example), run.counts
+    left = {name: tuple(getattr(x, f"total_{name}") for x in counts) for name in ("macs", "weights", "parameters")}
     if run.latency is not None:
         left["latency"] = run.latency.compare(network)
     largest = largest_unit(cut.report.budget, run.costs, cut.gates, run.in_step)
@@ -280,6 +280,9 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     notes += [Note(finding, True) for finding in run.findings]
     if run.latency is not None:
         notes += notes_on_latency(left["latency"], cut.report.budget)
+    if held := len(held_norms(network)):
+        text = f"{held} BatchNorm layers keep their statistics, as the network's train() holds them in evaluation mode."
+        notes.append(Note(text, False))
     if cut.refusal is not None:
         notes.append(Note(f"The network is whole, with fixed gates, as it could not be cut: {cut.refusal}", True))
     report = PruningReport(

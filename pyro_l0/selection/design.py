@@ -22,7 +22,17 @@ from pyro_l0.selection.problem import PARTIAL, Draws, Family, Prior, Problem, Se
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Columns", "Design", "coded", "default_rate", "levels_of", "make_design", "tabular"]
+__all__ = [
+    "Columns",
+    "Design",
+    "check_labels",
+    "coded",
+    "default_rate",
+    "labels_of",
+    "levels_of",
+    "make_design",
+    "tabular",
+]
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,18 @@ def tabular(x: ArrayLike) -> ArrayLike:
     return frame  # type: ignore[no-any-return]
 
 
+def labels_of(x: ArrayLike) -> list[Any] | None:
+    """The names of a data frame's columns; None for what has no names."""
+    return list(x.columns) if hasattr(x, "columns") else None
+
+
+def check_labels(x: ArrayLike, labels: list[Any] | None) -> None:
+    """Refuse a frame whose columns have other numbers for names than in the fit; scikit-learn compares text alone."""
+    found = labels_of(x)
+    if found and labels and found != labels and str not in map(type, found + labels):
+        raise ValueError(f"Expected the columns {labels}, in this order, but got {found}; pass X[columns of the fit].")
+
+
 def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
     """The levels that occur in each categorical column of a data frame, by position."""
     frame: Any = x
@@ -114,11 +136,18 @@ def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
 
 
 def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
+    """Refuse text, dates and durations."""
     import pandas
 
     infer = pandas.api.types.infer_dtype
-    columns = enumerate(frame.items())
-    text = [name for j, (name, column) in columns if j not in levels and infer(column, skipna=True) == "string"]
+    kinds = [(name, infer(column, skipna=True)) for j, (name, column) in enumerate(frame.items()) if j not in levels]
+    text = [name for name, kind in kinds if kind == "string"]
+    times = [name for name, kind in kinds if kind.startswith(("date", "timedelta", "period"))]
+    if times:
+        raise ValueError(
+            f"Expected numbers or categorical columns, but {times} hold times; pass numbers, such as days by "
+            f"X[{times[0]!r}].map(lambda day: day.toordinal()) or other units by .astype('int64')."
+        )
     if text:
         raise ValueError(
             f"Expected numbers or categorical columns, but {text} hold text; pass "
@@ -298,7 +327,7 @@ def make_design(
             f"Expected weights that sum to more than 1, as an intercept takes one observation, but got {number:.3g}. "
             "Multiply relative weights by n / sum, or set noise_scale."
         )
-    labels = np.array(names or [f"x{j}" for j in range(features.shape[1])], dtype=object)
+    labels = np.fromiter(names or [f"x{j}" for j in range(features.shape[1])], dtype=object)
     _check_sizes(features, observations, labels)
     rows = np.ones(len(observations)) if weight is None else weight
     total = features.T @ rows if is_sparse else np.einsum("ij,i->j", features, rows)
@@ -314,6 +343,8 @@ def make_design(
     if (gaussian or several) and fit_intercept:
         level = np.atleast_1d(np.average(observations, axis=0, weights=weight))
         observations = observations - level
+    if family == "student":
+        _check_ties(observations, rows, degrees_of_freedom, fit_intercept)
     if family == "student" and fit_intercept:
         middle = _median(observations, rows)
         level, observations = level + middle, observations - middle
@@ -400,7 +431,7 @@ def make_design(
         outputs=outputs,
         classes=classes,
         always=0 if gaussian else len(always),
-        gate_of=None if len(gates) == len(gated) else torch.from_numpy(number_of),
+        gate_of=None if np.array_equal(number_of, np.arange(len(gated))) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
         offset=None if has_noise or offset is None else torch.from_numpy(offset),
         observations=number - taken if gaussian else None,
@@ -493,6 +524,25 @@ def _rate(
     if isinstance(rate, np.ndarray):
         return rate[gates]
     return default_rate(max(p, 1)) if rate is None else rate
+
+
+def _check_ties(y: NDArray[np.float64], rows: NDArray[np.float64], degrees: float | None, intercept: bool) -> None:
+    """Refuse observations of Student-t noise whose density has an infinite integral where the noise's scale goes to 0.
+
+    If k of n are equal, an intercept fits them up to the scale s, and the density goes as s to the power of
+    degrees (n - k) - k + 1. Unknown degrees can be as small as they like, but have hardly any weight there unless half
+    of the observations are equal.
+    """
+    values, which = np.unique(y, return_inverse=True)
+    equal = np.bincount(which, rows) * (intercept | (values == 0))
+    k, n = equal.max(), rows.sum()
+    if (k > 2 and 2 * k >= n) if degrees is None else k - 1 - intercept >= degrees * (n - k):
+        value = f"{values[equal.argmax()]:g}"
+        raise ValueError(
+            f"Expected fewer equal values of y, less the offset, but {k:g} of {n:g} are {value}: the posterior is "
+            "improper, with a noise scale of 0. Fit whether y is that by SpikeSlabClassifier, and the other rows by "
+            "this estimator."
+        )
 
 
 def _check_sizes(features: Any, observations: NDArray[np.float64], names: NDArray[np.object_]) -> None:

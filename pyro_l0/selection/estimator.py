@@ -21,10 +21,10 @@ from sklearn.utils.validation import _check_feature_names_in, _check_sample_weig
 from pyro_l0.expect import expect_count
 from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
-from pyro_l0.selection.design import Columns, Design, coded, levels_of, make_design, tabular
+from pyro_l0.selection.design import Columns, Design, check_labels, coded, labels_of, levels_of, make_design, tabular
 from pyro_l0.selection.methods import METHODS, find_posterior
 from pyro_l0.selection.predictive import quantiles, replicated, rows_of, summaries, to_inference_data
-from pyro_l0.selection.problem import MOST_ERROR, Family, SelectionPosterior
+from pyro_l0.selection.problem import MOST_ERROR, PARTIAL, Family, SelectionPosterior
 
 if TYPE_CHECKING:
     import arviz
@@ -37,11 +37,30 @@ RandomState = int | np.random.RandomState | None
 Rates = float | ArrayLike | Mapping[str | int, float] | None
 
 
-def _checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
+def _by_names(given: Any, names: Sequence[Any], values: str, kinds: str) -> Array:
+    """What a dict or series has for each name, or for positions where all names are text; NaN where it has nothing."""
+    place = {name: i for i, name in enumerate(names)}
+    has_positions = all(isinstance(name, str) for name in names)
+    place |= {i: i for i in range(len(names)) if has_positions}
+    found = np.full(len(names), np.nan)
+    for key, value in given.items():
+        if key not in place:
+            by = "names or positions" if has_positions or isinstance(names, range) else "names"
+            raise ValueError(f"Expected {values} by {by} of {kinds}, but got {key!r}; there are {len(names)}.")
+        if not np.isnan(found[place[key]]):
+            raise ValueError(f"Expected {values} by names of {kinds}, but {key!r} is there twice; leave one out.")
+        found[place[key]] = value
+    return found
+
+
+def _checked_groups(groups: ArrayLike | None, names: Sequence[Any]) -> NDArray[np.intp]:
     """The group of each feature, shape ``(features,)``; its own index by default."""
+    features = len(names)
     if groups is None:
         return np.arange(features)
-    found = np.asarray(groups)
+    found = np.asarray(_by_names(groups, names, "groups", "features") if hasattr(groups, "items") else groups)
+    if hasattr(groups, "items") and (found == np.floor(found)).all():
+        found = found.astype(np.intp)
     fits = found.shape == (features,) and found.dtype.kind in "iu"
     if not fits or set(found.tolist()) != set(range(int(found.max()) + 1)):
         raise ValueError(
@@ -51,10 +70,12 @@ def _checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]
     return found.astype(np.intp)
 
 
-def _checked_offset(offset: ArrayLike | None, rows: int, outputs: int) -> Array | None:
-    """What is added to the linear predictors, shape ``(rows, outputs)``."""
+def _checked_offset(offset: Any, rows: int, outputs: int, names: Sequence[Any]) -> Array | None:
+    """What is added to the linear predictors, shape ``(rows, outputs)``; a frame may have their names in any order."""
     if offset is None:
         return None
+    if len(names) and set(getattr(offset, "columns", ())) == set(names):
+        offset = offset[list(names)]
     found = np.asarray(offset, dtype=np.float64)
     assert_all_finite(found, input_name="offset")
     wanted = (rows,) if outputs == 1 else (rows, outputs)
@@ -64,6 +85,13 @@ def _checked_offset(offset: ArrayLike | None, rows: int, outputs: int) -> Array 
             "is in the intercept."
         )
     return np.array(found.reshape(rows, outputs))
+
+
+def _repeated(weight: Array) -> NDArray[np.intp]:
+    """Each row as often as its weight says."""
+    if (weight != np.floor(weight)).any():
+        raise ValueError("Expected whole weights to repeat rows by, but some are fractions; fit whole ones.")
+    return np.repeat(np.arange(len(weight)), weight.astype(np.intp))
 
 
 def seed_of(random_state: int | np.random.RandomState | None) -> int:
@@ -114,6 +142,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     _family: Family = field(init=False)  # distribution of y, known once it was validated
     _standard_error: Array | None = field(default=None, init=False)
     _outputs: tuple[str, Any] | None = field(default=None, init=False)  # kind and names of several linear predictors
+    _labels: list[Any] | None = field(default=None, init=False)  # of the columns of a data frame
     _takes_sparse = _is_positive = _has_outputs = False
 
     rate: Rates = None
@@ -128,7 +157,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     verbose: bool = False
 
     def fit(
-        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, *, offset: ArrayLike | None = None
     ) -> Self:
         """Find the posterior of the coefficients.
 
@@ -138,9 +167,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             y: observations, shape ``(n,)``, or ``(n, K)`` of several responses.
             sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
                 weights give the posterior of repeated rows; others are powers of the likelihoods. Relative weights
-                should sum to n.
+                should sum to n. Those of survival times are whole.
             offset: known part of the linear predictor of each observation, shape ``(n,)``; ``(n, classes)`` of three
-                or more classes, ``(n, K)`` of several responses. That of counts is the logarithm of their exposure.
+                or more classes, ``(n, K)`` of several responses, or a frame with these names in any order. That of
+                counts is the logarithm of their exposure.
 
         Returns:
             The estimator.
@@ -151,22 +181,23 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Warns:
             UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
-            ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05.
+            ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05,
+                or that of the mean of a coefficient far from normal above a tenth of its standard deviation.
         """
         self._validate_params()
         parameters = self.get_params(deep=False)
         table = tabular(X)
+        self._labels = labels_of(table)
         levels = levels_of(table)
         x, target = self._validated(coded(table, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
         outputs = len(self.classes_) if self._family == "categorical" else target[0].size
-        known = _checked_offset(offset, x.shape[0], outputs)
+        known = _checked_offset(offset, x.shape[0], outputs, self._output_names())
         if weight is not None:
-            counted = weight > 0
-            x, target, weight = x[counted], target[counted], np.array(weight[counted], dtype=np.float64)
-            known = None if known is None else known[counted]
+            rows, weight = self._counted_rows(weight)
+            x, target, known = x[rows], target[rows], None if known is None else known[rows]
         self._columns = Columns.of(levels, x.shape[1])
-        self._group_of = _checked_groups(self.groups, x.shape[1])
+        self._group_of = _checked_groups(self.groups, self._names())
         self._gate_of = self._group_of[self._columns.feature_of]
         x = self._columns.dummies(x)
         rate = self._checked_rate()
@@ -193,8 +224,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             self.rate_ = rate
         self._warn_of_chains(x)
         self._data = _Data(x, target, weight, known)
-        if not posterior.is_exact:
-            self._warn_of_separation()
         # Which gates are always open.
         self._is_in = np.isin(np.arange(len(self.pip_)), self._gate_of[design.always])
         self.credible_sets_: list[CredibleSet] = credible_sets(
@@ -260,6 +289,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             The selected features, shape ``(m, q)``, in an array, or in a data frame after ``set_output``.
         """
         check_is_fitted(self)
+        check_labels(X, self._labels)
         if not self._columns.levels or not self._get_support_mask().any():
             return super().transform(X)
         return self._validated_features(X)[:, self._selected_columns()]
@@ -271,8 +301,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             input_features: names of the features; by default those of the fit.
         """
         check_is_fitted(self)
-        names = self._columns.names(list(_check_feature_names_in(self, input_features)))
-        return np.array(names, dtype=object)[self._selected_columns()]
+        given = _check_feature_names_in(self, input_features)
+        names = self._columns.names(self._names() if input_features is None else list(given))
+        return np.fromiter(names, dtype=object)[self._selected_columns()]
 
     def sample(self, n: int = 1000) -> dict[str, NDArray[Any]]:
         """Draw jointly from the posterior, in the units of the data.
@@ -305,7 +336,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return {**found, **known, **draws.learned}
 
     def sample_y(
-        self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0, offset: ArrayLike | None = None
+        self, X: ArrayLike, n_samples: int = 1, random_state: RandomState = 0, *, offset: ArrayLike | None = None
     ) -> NDArray[Any]:
         """Draw new observations from their posterior predictive distribution.
 
@@ -376,15 +407,20 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError("Expected a fit to observations, but this one is to summary statistics; use sample().")
         x, y, weight, offset, trials = self._data
         if weight is not None:
-            if (weight != np.floor(weight)).any():
-                raise ValueError("Expected whole weights to repeat rows by, but some are fractions; fit whole ones.")
-            rows = np.repeat(np.arange(len(y)), weight.astype(np.intp))
+            rows = _repeated(weight)
             x, y = x[rows], y[rows]
             offset, trials = (None if part is None else part[rows] for part in (offset, trials))
         draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
         return to_inference_data(self._family, draws, sample, self.pip_, x, y, *names, offset, trials)
+
+    def _counted_rows(self, weight: Array) -> tuple[NDArray[np.intp], Array | None]:
+        """Which rows count, and how often each; a partial likelihood takes each as often as its weight says."""
+        if self._family not in PARTIAL:
+            rows = np.flatnonzero(weight > 0)
+            return rows, np.array(weight[rows], dtype=np.float64)
+        return _repeated(weight), None
 
     def _checked_rate(self) -> float | Array | None:
         """One for all gates, or of each, NaN where a dict or series has none."""
@@ -394,15 +430,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         number = int(self._group_of.max()) + 1
         kinds = "features" if self.groups is None else "groups"
         if hasattr(rate, "items"):
-            names = self._names() if self.groups is None else ()
-            place = {key: i for keys in (names, range(number)) for i, key in enumerate(keys)}
-            unknown = [key for key, _ in rate.items() if key not in place]
-            if unknown:
-                raise ValueError(
-                    f"Expected rates by names or positions of {kinds}, but got {unknown[0]!r}; there are {number}."
-                )
-            found = np.full(number, np.nan)
-            found[[place[key] for key, _ in rate.items()]] = values = np.array([*dict(rate).values()], dtype=np.float64)
+            found = _by_names(rate, self._names() if self.groups is None else range(number), "rates", kinds)
+            values = np.array([value for _, value in rate.items()], dtype=np.float64)
         else:
             found = values = np.array(rate, dtype=np.float64)
         if found.shape != (number,) or not ((values > 0) & (values <= 1)).all():
@@ -411,9 +440,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
                 "always in."
             )
         return found
-
-    def _warn_of_separation(self) -> None:
-        """Only classes can be separated."""
 
     def _warn_of_chains(self, x: Any) -> None:
         """Name the least certain inclusion probability, if it is too uncertain, and what would make it surer."""
@@ -488,7 +514,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         names = self._column_names()
         if self._outputs is None:
-            return pandas.Index(names, name="feature")
+            return pandas.Index(names, name="feature", tupleize_cols=False)
         kind, outputs = self._outputs
         return pandas.MultiIndex.from_product([names, outputs], names=["feature", kind])
 
@@ -500,6 +526,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
                 "from_moments."
             )
         sparse = "csr" if self._takes_sparse else False
+        check_labels(x, self._labels)
         found = self._finite(coded(tabular(x), self._columns.levels), accept_sparse=sparse, reset=False)
         return self._columns.dummies(found)
 
@@ -511,7 +538,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _validated_new(self, x: ArrayLike, offset: ArrayLike | None) -> tuple[Array, Array | None]:
         """Features and offset of new observations, the latter of shape ``(m, K)``."""
         found = self._validated_features(x)
-        return found, _checked_offset(offset, found.shape[0], self.draws_.intercept.shape[1])
+        return found, _checked_offset(offset, found.shape[0], self.draws_.intercept.shape[1], self._output_names())
 
     def _get_support_mask(self) -> NDArray[np.bool_]:
         check_is_fitted(self)
@@ -527,9 +554,13 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         tags.target_tags.required = True
         return tags
 
-    def _names(self) -> list[str]:
-        """Of the features, as scikit-learn calls those without names."""
-        return list(getattr(self, "feature_names_in_", [f"x{j}" for j in range(self.n_features_in_)]))
+    def _names(self) -> list[Any]:
+        """Of the features, as scikit-learn calls those without names; columns may have numbers for names."""
+        return self._labels or [f"x{j}" for j in range(self.n_features_in_)]
+
+    def _output_names(self) -> list[Any]:
+        """Of several linear predictors."""
+        return [] if self._outputs is None else list(self._outputs[1])
 
     def _column_names(self) -> list[str]:
         """Of the coefficients."""
@@ -544,7 +575,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
     """An estimator whose observations are numbers, so that they have means and quantiles."""
 
     def predict(
-        self, X: ArrayLike, return_std: bool = False, offset: ArrayLike | None = None
+        self, X: ArrayLike, *, return_std: bool = False, offset: ArrayLike | None = None
     ) -> Array | tuple[Array, Array]:
         """Predict the posterior mean of new observations.
 
@@ -563,7 +594,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         return (mean, self._deviation(*new, mean)) if return_std else mean
 
     def score(
-        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, *, offset: ArrayLike | None = None
     ) -> float:
         """The coefficient of determination of ``predict``; arguments are those of ``fit``."""
         return float(r2_score(y, self.predict(X, offset=offset), sample_weight=sample_weight))
@@ -575,7 +606,7 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
         return found
 
     def predict_quantiles(
-        self, X: ArrayLike, probs: float | Sequence[float] = (0.05, 0.5, 0.95), offset: ArrayLike | None = None
+        self, X: ArrayLike, probs: float | Sequence[float] = (0.05, 0.5, 0.95), *, offset: ArrayLike | None = None
     ) -> Array:
         """Quantiles of new observations, their noise included: two of them are the ends of an interval.
 

@@ -28,6 +28,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_l0.distributions import HardConcrete
+from pyro_l0.selection.design import check_labels, labels_of
 from pyro_l0.selection.estimator import seed_of
 
 __all__ = ["NeuralFeatureSelector"]
@@ -146,6 +147,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             ValueError: a parameter or the data are out of range.
         """
         self._validate_params()
+        self._labels = labels_of(X)
         x, target = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         if self.n_features is not None and self.n_features > self.n_features_in_:
             raise ValueError(
@@ -159,6 +161,12 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             self._fit(x, response, target)
         self.response_ = response
         return self
+
+    def transform(self, X: ArrayLike) -> Any:
+        """Reduce X, shape ``(m, p)``, to the selected features."""
+        check_is_fitted(self)
+        check_labels(X, self._labels)
+        return super().transform(X)
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Predict the mean of y, or the most probable class.
@@ -240,6 +248,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _outputs(self, x: ArrayLike) -> Array:
         """What the networks return, shape ``(M, m)`` or ``(M, m, classes)``."""
         check_is_fitted(self)
+        check_labels(x, self._labels)
         found = validate_data(self, x, dtype=np.float64, reset=False)
         inputs = self._standardised(np.where(self._support, found, self.mean_)).to(next(self.networks_[0].parameters()))
         outputs = torch.stack([self.response_.output(network(inputs)) for network in self.networks_])

@@ -70,7 +70,7 @@ def parts_of(draws: Draws, numbers: int) -> Iterator[Draws]:
 def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
     """Some of the draws, in the order that is given."""
     learned = {name: values[rows] for name, values in draws.learned.items()}
-    return Draws(**{name: getattr(draws, name)[rows] for name in Draws._fields[:-1]}, learned=learned)
+    return Draws(**{name: getattr(draws, name)[rows] for name in Draws._fields[:-2]}, learned=learned)
 
 
 def linear_predictors(draws: Draws, x: Array, offset: Array | None = None) -> Array:

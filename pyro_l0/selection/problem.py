@@ -37,6 +37,8 @@ class Draws(NamedTuple):
             noise.
         rate: P(z = 1), shape ``(N,)``, also if it is known; NaN if it differs between gates.
         learned: further parameters of the family by name, each of shape ``(N,)`` or ``(N, K)``.
+        correction: what the log evidence of Laplace's approximation lacks, where this drew them and is too far off,
+            NaN if that cannot be told; None elsewhere.
     """
 
     coefficients: csr_array
@@ -45,6 +47,7 @@ class Draws(NamedTuple):
     noise_scale: NDArray[np.float64]
     rate: NDArray[np.float64]
     learned: Mapping[str, NDArray[np.float64]] = {}
+    correction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,6 @@ class SelectionPosterior:
         draws: joint draws.
         standard_error: standard errors of ``active_probs``, from the differences of chains and the weights of their
             draws, shape ``(G,)``; None without chains.
-        is_exact: whether no integral over the coefficients was approximated by Laplace's method.
     """
 
     active_probs: NDArray[np.float64]
@@ -69,7 +71,6 @@ class SelectionPosterior:
     log_evidence: float
     draws: Draws
     standard_error: NDArray[np.float64] | None = None
-    is_exact: bool = True
 
     @staticmethod
     def of(
@@ -78,15 +79,13 @@ class SelectionPosterior:
         log_evidence: float,
         draws: Draws,
         standard_error: Tensor | None = None,
-        *,
-        is_exact: bool = True,
     ) -> SelectionPosterior:
         """From tensors, and means of the coefficients and of their squares."""
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
         error = None if standard_error is None else standard_error.numpy()
         probs = active_probs.numpy()
-        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error, is_exact)
+        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error)
 
 
 Family = (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.metrics import accuracy_score
-from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils._missing import is_pandas_na, is_scalar_nan
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import column_or_1d
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
@@ -20,7 +19,7 @@ from pyro_l0.selection.predictive import summaries
 from pyro_l0.selection.problem import Family
 from pyro_l0.selection.summary_statistics import Observations, checked_means, of_moments, of_z_scores
 
-__all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor", "warn_of_separation"]
+__all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -45,9 +44,10 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     Args:
         rate: prior inclusion probability of every feature, or of every group: a number above 0 and up to 1, an array of
-            shape ``(p,)``, or a dict or series by names or positions. If neither this nor ``expected_size`` is given,
-            it is learned, under a Beta(1, sqrt(p)) prior. Features of rate 1 are always in; a dict of no other rates
-            leaves the rate of the rest to be learned, or to ``expected_size``. Otherwise it has them all.
+            shape ``(p,)``, or a dict or series by names, or by positions where no column has a number for a name. If
+            neither this nor ``expected_size`` is given, it is learned, under a Beta(1, sqrt(p)) prior. Features of rate
+            1 are always in; a dict of no other rates leaves the rate of the rest to be learned, or to
+            ``expected_size``. Otherwise it has them all.
         expected_size: expected number of features, or groups, with an effect; the rate is then
             ``expected_size / n_features``. Those that are always in do not count.
         always_in_scale: standard deviation of the effects of features that are always in, of standardised ones if these
@@ -66,8 +66,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             observations), and samples more. Regressions with a dispersion, thresholds, Student-t noise or several
             responses sample parameters, gates and coefficients together, without an approximation: ``method`` is then
             ``"auto"`` or ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
-        groups: the group of each feature, shape ``(p,)``: whole numbers from 0 on. A group has one gate, which opens or
-            closes all of its coefficients. None: each feature, and each categorical column, is one.
+        groups: the group of each feature, shape ``(p,)`` or by names as for ``rate``: whole numbers from 0 on. A group
+            has one gate, which opens or closes all of its coefficients. None: each feature, and each categorical
+            column, is one.
         random_state: an int makes fits reproducible; None takes fresh random numbers. Neither changes numpy's global
             generator.
         verbose: whether bars show the progress of what takes long.
@@ -83,7 +84,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         slab_scale_: posterior mean of the slab scale, for standardised features if these are standardised.
         rate_: posterior mean of the rate; the rates where features have their own.
         log_evidence_: log p(y) in nats, or its estimate; that of y without what an intercept and features with a flat
-            prior explain.
+            prior explain. NaN where coefficients are so far from normal that it cannot be told.
         credible_sets_: groups of correlated features, one of which has an effect with probability .95 or more.
         draws_: joint draws in the units of the data; ``sample`` returns them by name.
         method_: the method that was used.
@@ -193,15 +194,12 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             import pandas
 
             x = pandas.DataFrame(x, columns=rows.names)
-        self.fit(x, rows.y + (y_mean or 0.0), np.full(len(rows.y), n / len(rows.y)))
+        self.fit(x, rows.y + (y_mean or 0.0), sample_weight=np.full(len(rows.y), n / len(rows.y)))
         del self._data  # which has no observation of its own
         if self.fit_intercept and not is_known:
             self.intercept_ = np.nan
             self.draws_ = self.draws_._replace(intercept=np.full_like(self.draws_.intercept, np.nan))
         return self
-
-
-_WIDE = 15.0  # log odds at separated classes, up to which coefficients are within 3 % of their mean
 
 
 class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[misc]
@@ -213,8 +211,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
     deviation 10, and an unknown slab scale half-normal with scale 2.
 
     A feature that separates the classes, constant within each of them, is no problem: the slab keeps its coefficient
-    finite. With a wide slab Laplace's approximation, where a fit uses it, makes it too large, by some 15 % for a scale
-    of 10; a warning says so.
+    finite, and exact chains find its distribution, which is far from normal.
 
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
 
@@ -236,7 +233,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     _has_outputs = True
 
-    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
+    def predict_proba(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
         """Probabilities of the classes, averaged over the posterior.
 
         Args:
@@ -253,20 +250,33 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         second = summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
         return np.stack([1 - second, second], axis=1)
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> NDArray[np.generic]:
+    def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> NDArray[np.generic]:
         """Labels of the most probable classes, shape ``(m,)``; arguments are those of ``predict_proba``."""
-        likeliest = self.predict_proba(X, offset).argmax(1)  # first: it says so if the estimator is not fitted
+        likeliest = self.predict_proba(X, offset=offset).argmax(1)  # first: it says so if the estimator is not fitted
         labels: NDArray[np.generic] = self.classes_[likeliest]
         return labels
 
     def score(
-        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, offset: ArrayLike | None = None
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, *, offset: ArrayLike | None = None
     ) -> float:
         """The share of right labels; arguments are those of ``fit``."""
-        return float(accuracy_score(y, self.predict(X, offset), sample_weight=sample_weight))
+        return float(accuracy_score(y, self.predict(X, offset=offset), sample_weight=sample_weight))
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        given = np.asarray(y)
+        objects = enumerate(given.ravel() if given.dtype.kind == "O" else ())
+        missing = [row for row, label in objects if label is None or is_scalar_nan(label) or is_pandas_na(label)]
+        if missing:
+            raise ValueError(
+                f"Expected a label in each row, but {len(missing)} are None or NaN, first in row {missing[0]}; leave "
+                "these rows out."
+            )
         found, labels = self._finite(x, y, ensure_min_samples=2)
+        if type_of_target(labels, input_name="y") == "continuous":
+            raise ValueError(
+                f"Expected labels, but got numbers that are not whole, such as {labels[labels % 1 != 0][0]:g}; number "
+                "them in their order by np.unique(y, return_inverse=True)[1]."
+            )
         check_classification_targets(labels)
         self.classes_, numbers = np.unique(column_or_1d(labels), return_inverse=True)
         if len(self.classes_) < 2:
@@ -277,30 +287,6 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         is_binary = len(self.classes_) == 2
         self._family, self._outputs = ("bernoulli", None) if is_binary else ("categorical", ("class", self.classes_))
         return np.array(found), numbers.astype(np.float64)
-
-    def _warn_of_separation(self) -> None:
-        x, y, _, offset, _ = self._data
-        warn_of_separation(self._mean(x, offset), y)
-
-
-def warn_of_separation(odds: Array, y: Array) -> None:
-    """Say that Laplace's approximation is off, if linear predictors, shape ``(n,)`` or ``(n, K)``, separate classes."""
-    odds = odds.reshape(len(y), -1)
-    odds = odds if odds.shape[1] > 1 else np.hstack([np.zeros_like(odds), odds])
-    classes = np.unique(y).astype(int)  # those of which a row has a weight
-    # Log odds of each observation's own class against the others.
-    against = {own: odds[y == own][:, [own]] - odds[y == own] for own in classes}
-    largest = max(np.delete(against[own], own, 1).min(1).max() for own in classes)
-    # A gap between any two classes, wherever it is: the means of the intercepts have the noise of draws.
-    pairs = combinations(classes, 2)
-    is_separated = all(against[one][:, other].min() + against[other][:, one].min() > 0 for one, other in pairs)
-    if is_separated and largest > _WIDE:
-        warnings.warn(
-            f"The coefficients separate the classes, with log odds of up to {largest:.0f}: only the slab bounds them, "
-            "and by Laplace's approximation their means may be a fifth too large, and inclusion probabilities of three "
-            "or more classes .1 off. Set a smaller slab_scale, such as 2.",
-            stacklevel=4,
-        )
 
 
 class SpikeSlabPoissonRegressor(SpikeSlabRegression):

@@ -18,7 +18,7 @@ from sklearn.utils.validation import _check_sample_weight, _check_y, check_consi
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
-from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, warn_of_separation
+from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
 
 __all__ = [
     "SpikeSlabBinomialRegressor",
@@ -38,10 +38,6 @@ class SpikeSlabCox(SpikeSlabEstimator):
     likelihood's place, which is the limit under a gamma process prior of the cumulative h that says ever less
     (Kalbfleisch 1978, JRSS B 40, section 4; Sinha, Ibrahim and Chen 2003, Biometrika 90). There is no intercept. The
     priors are those of :class:`SpikeSlabRegressor`, except that an unknown slab scale is half-normal with scale 1.
-
-    If a feature orders the events without exception, only the slab bounds its coefficient, and Laplace's approximation,
-    where a fit uses it, makes it too large: with a slab scale of 10 by .2 % for 30 events, 6 % for ten and 16 % for
-    five. A warning says where log risks differ by more than 700, as then the result may be wrong altogether.
 
     Observations y are a structured array, as scikit-survival has them: a bool field says whether the event happened,
     the other one when, or when the observation was last seen without it. Numbers are times of events, none censored.
@@ -71,24 +67,14 @@ class SpikeSlabCox(SpikeSlabEstimator):
     ties: str = "efron"
     fit_intercept: bool = field(default=True, init=False)
 
-    def fit(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> Self:  # type: ignore[override]
-        """Find the posterior of the coefficients, as :meth:`SpikeSlabRegressor.fit` does.
-
-        Args:
-            X: features, shape ``(n, p)``.
-            y: a structured array of events and times, or times, shape ``(n,)``. Repeat rows instead of weights.
-            offset: known part of the log risk, shape ``(n,)``.
-        """
-        return super().fit(X, y, None, offset)
-
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
+    def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
         """Predict the log risk, shape ``(m,)``: the posterior mean of X beta, less that at the means of the features.
 
         It is larger where events come sooner. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
         """
         return self._mean(*self._validated_new(X, offset))
 
-    def predict_survival(self, X: ArrayLike, times: ArrayLike, offset: ArrayLike | None = None) -> Array:
+    def predict_survival(self, X: ArrayLike, times: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
         """Predict the probability that the event has not happened, averaged over the posterior.
 
         The cumulative hazard is Breslow's estimate, or Efron's with his ties, at each draw of the coefficients. After
@@ -118,12 +104,12 @@ class SpikeSlabCox(SpikeSlabEstimator):
                 total += np.exp(-np.exp(linear_predictors(draws, *new) + np.log(cumulative)[:, None])).sum(0)
         return total / len(self.draws_.rate)
 
-    def score(self, X: ArrayLike, y: ArrayLike, offset: ArrayLike | None = None) -> float:
+    def score(self, X: ArrayLike, y: ArrayLike, *, offset: ArrayLike | None = None) -> float:
         """Harrell's concordance: how often the one of two whose event came first has the larger predicted risk.
 
         Equal risks count one half. Observations are those of ``fit``, and offsets those of ``predict``.
         """
-        risk = self.predict(X, offset)
+        risk = self.predict(X, offset=offset)
         time, event = map(np.asarray, _times_and_events(y))
         check_consistent_length(risk, time)
         right = pairs = 0.0
@@ -155,13 +141,14 @@ def _times_and_events(y: ArrayLike) -> tuple[Any, NDArray[np.bool_]]:
     """The fields of a structured array, or times as they are and an event for each."""
     found = np.asarray(y)
     names = found.dtype.names
-    if names is None:
+    kinds = {"event" if found.dtype[name].kind == "b" else "time": found[name] for name in names or ()}
+    if names is None and (found.ndim < 2 or found.shape[1] == 1):
         return y, np.ones(found.shape[:1], dtype=bool)
-    kinds = {"event" if found.dtype[name].kind == "b" else "time": found[name] for name in names}
-    if len(names) != 2 or len(kinds) != 2:
+    if names is None or len(names) != 2 or len(kinds) != 2:
         raise ValueError(
-            f"Expected y to have a field of type bool, for the events, and one of times, but got {found.dtype}; make "
-            "it by np.rec.fromarrays([event, time], names='event,time')."
+            "Expected y to have a field of type bool, for the events, and one of times, but got "
+            f"{found.dtype if names else f'the shape {found.shape}'}; make it by np.rec.fromarrays([event == 1, time], "
+            "names='event,time')."
         )
     return kinds["time"], kinds["event"]
 
@@ -193,6 +180,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         X: ArrayLike,
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
+        *,
         offset: ArrayLike | None = None,
         trials: ArrayLike | None = None,
     ) -> Self:
@@ -208,13 +196,13 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         """
         successes, total = _counted(y, trials)
         own = _check_sample_weight(sample_weight, successes, dtype=np.float64)
-        super().fit(X, _shares(successes, total), total * own, offset)
+        super().fit(X, _shares(successes, total), total * own, offset=offset)
         successes, total, own = (part[total * own > 0] for part in (successes, total, own))
         self._data = self._data._replace(y=successes, weight=own, trials=total)
         self.log_evidence_ += float(own @ log_choices(successes, total))
         return self
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
+    def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
         """Predict the share of successes, shape ``(m,)``: the probability of one, averaged over the posterior.
 
         Times the trials, it is their expected number. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
@@ -227,18 +215,14 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         X: ArrayLike,
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
+        *,
         offset: ArrayLike | None = None,
         trials: ArrayLike | None = None,
     ) -> float:
         """The coefficient of determination of the shares, weighted by the trials; arguments are those of ``fit``."""
         successes, total = _counted(y, trials)
         weight = total * _check_sample_weight(sample_weight, successes)
-        return float(r2_score(_shares(successes, total), self.predict(X, offset), sample_weight=weight))
-
-    def _warn_of_separation(self) -> None:
-        x, shares, _, offset, _ = self._data
-        if np.array_equal(np.unique(shares), [0.0, 1.0]):
-            warn_of_separation(self._mean(x, offset), shares)
+        return float(r2_score(_shares(successes, total), self.predict(X, offset=offset), sample_weight=weight))
 
 
 def _shares(successes: Array, trials: Array) -> Array:
@@ -334,7 +318,7 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
 
     _has_outputs = False
 
-    def predict_proba(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:
+    def predict_proba(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
         """As :meth:`SpikeSlabClassifier.predict_proba`, with an offset of shape ``(m,)`` for any number of classes."""
         new = self._validated_new(X, offset)
         cuts = self.draws_.learned["thresholds"][:, None]
@@ -395,7 +379,7 @@ class SpikeSlabRobust(SpikeSlabRegression):
 
     degrees_of_freedom: float | None = None
 
-    def predict(self, X: ArrayLike, offset: ArrayLike | None = None) -> Array:  # type: ignore[override]
+    def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:  # type: ignore[override]
         """Posterior means of the middles of new observations, of shape ``(m,)``; their variance may not exist.
 
         Arguments are those of :meth:`SpikeSlabRegressor.predict`; ``predict_quantiles`` has intervals.

@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import random
+import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -135,15 +136,17 @@ def set_random_state(state: Mapping[str, Any], loader: Iterable[object], device:
         generator.set_state(own)
 
 
-_FORMAT = 2
-_LARGE = 1 << 30  # bytes of a tensor that holds fewer values than it has
+_FORMAT = 3
 _SHORT = 40  # characters of a value that a message shows
+# Between two files of a run pass at least so many times the seconds that the last one took. What epochs cost beside
+# their training is then a small part of it, however short they are, however slow the disk and long the history.
+_SPARING = 100.0
 
 
 class Checkpoint:
-    """The file of a run, replaced atomically after every epoch; with several processes the first one writes.
+    """The file of a run, replaced atomically; with several processes the first one writes.
 
-    The file has a SHA-256 of its contents, and the file before stays as ``.previous``. Reading runs no code: it holds
+    The file ends with a SHA-256 of itself, and the file before stays as ``.previous``. Reading runs no code: it holds
     tensors and plain values.
 
     Args:
@@ -205,12 +208,12 @@ class Checkpoint:
             return
         content = {"format": _FORMAT, "fingerprint": self._fingerprint, "random": randoms, "state": dict(state)}
         file = io.BytesIO()
-        torch.save({**content, "sha256": checksum(content)}, file)
+        torch.save(content, file)
         previous: Path | None = self._previous
         if self._is_first:
             _check_readable(file)
             previous = previous if _is_whole(self.path) else None
-        replace_file(self.path, file.getbuffer(), previous)
+        replace_file(self.path, _sealed(file.getbuffer()), previous)
         self._is_first = False
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None], device: torch.device | str = "cpu") -> None:
@@ -279,14 +282,22 @@ def _enter(stack: ExitStack, path: Path, resume: bool) -> None:
         )
 
 
+def _sealed(archive: bytes | memoryview) -> bytes:
+    """An archive with its SHA-256, which takes the place of the empty comment at its end."""
+    body = archive[:-2]
+    digest = hashlib.sha256(body).digest()
+    return b"".join((body, len(digest).to_bytes(2, "little"), digest))
+
+
 def _read(path: Path) -> dict[str, Any]:
     """What a file holds, checked."""
-    with zipfile.ZipFile(path) as archive:
+    data = path.read_bytes()
+    if _sealed(memoryview(data)[:-32]) != data:
+        raise ValueError("its SHA-256 is another one than it was when saved: it is damaged or was changed")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("a part of it is compressed, which torch.save never does")
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    if content.pop("sha256", None) != checksum(content):
-        raise ValueError("its SHA-256 is another one than it was when saved: it is damaged or was changed")
+    content: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return content
 
 
@@ -316,9 +327,6 @@ def checksum(content: Mapping[str, Any]) -> str:
 
 def _add(digest: hashlib._Hash, name: str, value: object) -> None:
     if isinstance(value, Tensor):
-        # One element that stands for many, as expand makes them, may stand for more than there is memory.
-        if value.nbytes > max(value.untyped_storage().nbytes(), _LARGE):
-            raise ValueError(f"{name} repeats some of its values, {value.nbytes} bytes in all")
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, (Mapping, list, tuple)):
@@ -354,9 +362,10 @@ class Trainable(Protocol):
 
 
 def epochs(run: Trainable, checkpoint: Checkpoint | None = None) -> Iterator[dict[str, Any]]:
-    """Train a run to its end, and write a checkpoint after every epoch.
+    """Train a run to its end, and write checkpoints.
 
-    If the caller stops at an epoch's entry, that epoch is not written, and a resumed run repeats it.
+    They come after epochs, the first and the last among them, and take at most a hundredth of the time: short epochs
+    share one. If the caller stops at an epoch's entry, that epoch is not written, and a resumed run repeats it.
 
     Args:
         run: the run. To resume, first call ``checkpoint.load(run.load_state_dict)``.
@@ -378,12 +387,16 @@ def epochs(run: Trainable, checkpoint: Checkpoint | None = None) -> Iterator[dic
         >>> list(epochs(Halving()))
         [{'x': 0.5}, {'x': 0.25}]
     """
+    end, took = -math.inf, 0.0  # of the last file
     while not run.is_done:
         entry = run.advance()
         run.history.append(entry)
         yield entry
-        if checkpoint is not None:
+        start = time.perf_counter()
+        if checkpoint is not None and share_value(run.is_done or start - end >= _SPARING * took):
             checkpoint.save(run.state_dict())
+            end = time.perf_counter()
+            took = end - start
 
 
 def check_finite(epoch: int, loss: float, *modules: nn.Module) -> None:
@@ -396,5 +409,5 @@ def check_finite(epoch: int, loss: float, *modules: nn.Module) -> None:
         what = f"the mean loss of epoch {epoch} is {loss}"
     raise FloatingPointError(
         f"Expected the training to stay finite, but {what}. Take a smaller learning rate, or look for a gradient that "
-        "is not finite; a checkpoint holds the epoch before."
+        "is not finite; a checkpoint holds an epoch before."
     )

@@ -112,7 +112,7 @@ def test_arviz_takes_it(result, request, tmp_path):
         )
 
 
-@pytest.mark.filterwarnings("ignore:Of means and standard deviations")  # after so few steps
+@pytest.mark.filterwarnings("ignore:Of means and standard deviations")  # the steps are few
 def test_other_latents_count():
     """Noise that is drawn too, of guides that depend on it and of a refined posterior."""
     x, y = data()

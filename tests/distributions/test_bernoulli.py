@@ -106,3 +106,13 @@ def test_what_it_refuses(gate):
     for bad in ({"probs": 0.0}, {"probs": 1.0}, {"probs": 1.5}, {"logits": math.nan}):
         with pytest.raises(ValueError, match="logits"):
             BernoulliGate(**bad, validate_args=True)
+
+
+@pytest.mark.parametrize("probs", [1.5, 0.0, 1.0, -0.1, math.nan, torch.tensor([0.5, 2.0])])
+def test_messages_name_the_argument_that_was_given(probs):
+    """Not the log odds that are made of it."""
+    with pytest.raises(ValueError, match=r"Expected probs above 0 and below 1, but got .*; log odds are logits"):
+        BernoulliGate(probs=probs)
+    with pytest.raises(ValueError, match=r"parameter logits .* of distribution BernoulliGate"):
+        BernoulliGate(logits=math.inf)
+    assert BernoulliGate(logits=1.5).probs < 1

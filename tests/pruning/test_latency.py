@@ -1,5 +1,8 @@
 """Budgets of latency, with multiply-adds in place of time, so that what should come out is known."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,11 +115,23 @@ def test_beside_other_costs_and_with_one_of_the_user_s_of_that_name():
     assert "latency" not in result.report.left
 
 
-def test_times_of_a_clock():
-    """Microseconds, the shorter of which belongs to the smaller product."""
-    large, small = (torch.randn(n, n) for n in (256, 16))
-    first, second = microseconds([lambda: large @ large, lambda: small @ small], torch.device("cpu"))
-    assert first > 2 * second > 0
+def test_times_of_a_clock(monkeypatch):
+    """Microseconds of the shortest call of each, however much longer others take; those of real calls are positive."""
+    now = [0.0]
+
+    def takes(seconds):
+        longer = itertools.cycle((3.0, 1.5, 1.0, 7.0, 2.0))
+
+        def run():
+            now[0] += seconds * next(longer)
+
+        return run
+
+    x = torch.randn(16, 16)
+    assert microseconds([lambda: x @ x], torch.device("cpu"))[0] > 0
+    monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0]))
+    found = microseconds([takes(3e-3), takes(1e-5), takes(0.2)], torch.device("cpu"))
+    assert found == pytest.approx([3000.0, 10.0, 200_000.0], rel=1e-6)  # rounding of the clock's sum
 
 
 @pytest.mark.usefixtures("counted")

@@ -1,26 +1,28 @@
 """Estimators of spike-and-slab regressions on awkward data, and what they refuse."""
 
+import contextlib
 import re
-import warnings
 from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy.sparse import csr_array
-from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.exceptions import NotFittedError
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
 from pyro_l0.selection import (
-    SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
+    SpikeSlabCox,
     SpikeSlabMultiTaskRegressor,
     SpikeSlabNegativeBinomial,
+    SpikeSlabOrdinal,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
+    SpikeSlabRobust,
 )
-from pyro_l0.selection.methods import exact_chains, sampling
+from pyro_l0.selection.design import make_design
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
 
 
@@ -206,34 +208,68 @@ def test_of_features_before_a_fit(kind):
                 getattr(kind(), name)(np.ones((3, 2)))
 
 
-@pytest.mark.parametrize("classes", [2, 3])
-def test_a_wide_slab_beside_separated_classes_is_warned_of(classes):
-    """Where only the slab bounds the coefficients; not under a narrow one, nor where classes overlap."""
-    x = np.random.default_rng(1).normal(size=(30, 2))
-    y = np.digitize(x[:, 0], [-0.5, 0.5][: classes - 1])
-    with pytest.warns(UserWarning, match=r"separate the classes, .* Set a smaller slab_scale"):
-        SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, y)
-    SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=1.0).fit(x, y)
-    SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, np.roll(y, 1))
+@pytest.mark.parametrize(
+    ("value", "equal", "n", "degrees"),
+    [(0.0, 20, 30, None), (7.0, 15, 30, None), (-1.5, 5, 9, None), (3.0, 25, 30, 4.0), (0.0, 12, 15, 3.0)],
+)
+def test_too_many_equal_values_under_heavy_tails(value, equal, n, degrees):
+    """The integral over small noise scales is infinite; the remedy that is named works."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(n, 2)), np.r_[np.full(equal, value), rng.normal(size=n - equal)]
+    model = SpikeSlabRobust(degrees_of_freedom=degrees, slab_scale=1.0, random_state=0)
+    message = f"but {equal} of {n} are {value:g}: the posterior is improper, .* Fit whether y is that by SpikeSlabClass"
+    with pytest.raises(ValueError, match=message):
+        model.fit(x, y)
+    assert np.isfinite(model.fit(x[y != value], y[y != value]).coef_).all()
+    assert np.isfinite(SpikeSlabClassifier(slab_scale=1.0, random_state=0).fit(x, y == value).coef_).all()
 
 
-def test_separated_successes_are_warned_of_too():
-    """As labels are, but not if some trials of one row differ."""
-    x = np.random.default_rng(1).normal(size=(30, 2))
-    y = np.where(x[:, 0] > 0, 3, 0)
-    model = SpikeSlabBinomialRegressor(random_state=0, rate=0.5, slab_scale=50.0)
-    with pytest.warns(UserWarning, match=r"separate the classes, .* Set a smaller slab_scale"):
-        model.fit(x, y, trials=3)
-    model.fit(x, np.where(np.arange(30) < 10, 1, y), trials=3)
+def test_when_equal_values_are_too_many():
+    """By the degrees d: k of n equal ones times the noise's scale to the power of d (n - k) - k + 1, or - k at zero."""
+    x = np.random.default_rng(0).normal(size=(12, 1))
+    for equal, intercept, most in ((6, True, 4 / 6), (4, True, 2 / 8), (6, False, 5 / 6), (4, False, 3 / 8)):
+        y = np.r_[np.zeros(equal), np.linspace(1, 2, 12 - equal)]
+        for share, is_refused in ((0.99, True), (1.01, False)):
+            known = {"degrees_of_freedom": most * share, "slab_scale": 1.0, "fit_intercept": intercept}
+            with pytest.raises(ValueError, match="improper") if is_refused else contextlib.nullcontext():
+                make_design(x, y, "student", **known)
+    weight = np.r_[5.0, np.ones(11)]
+    with pytest.raises(ValueError, match="but 5 of 16 are 0"):
+        make_design(x, np.arange(12.0), "student", weight=weight, degrees_of_freedom=3 / 11 - 0.01)
+    make_design(x, np.arange(12.0), "student", weight=weight, degrees_of_freedom=3 / 11 + 0.01)
 
 
-def test_separated_classes_are_not_warned_of_where_chains_are_exact(monkeypatch):
-    """What the warning says is wrong with Laplace's approximation is not wrong with them."""
-    monkeypatch.setattr(sampling, "_PRECISE", 0.0)
-    monkeypatch.setattr(exact_chains, "_ROUNDS", 1)
-    x = np.random.default_rng(1).normal(size=(30, 2))
-    y = (x[:, 0] > 0).astype(int)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0, method="tempered").fit(x, y)
+@pytest.mark.parametrize("form", [pd.DataFrame, lambda pairs: list(map(tuple, pairs)), np.array, list])
+def test_survival_times_in_other_forms(form):
+    """What the message says to do works."""
+    rng = np.random.default_rng(0)
+    x, time, event = rng.normal(size=(20, 2)), rng.exponential(size=20), rng.random(20) < 0.7
+    y = form(np.column_stack([event, time]))
+    for call in (SpikeSlabCox().fit, SpikeSlabCox(random_state=0).fit(x, time).score):
+        with pytest.raises(ValueError, match=r"shape \(20, 2\); make it by np\.rec\.fromarrays\(\[event == 1, time\]"):
+            call(x, y)
+    event, time = np.asarray(y, dtype=float).T
+    y = np.rec.fromarrays([event == 1, time], names="event,time")
+    assert 0 <= SpikeSlabCox(random_state=0).fit(x, y).score(x, y) <= 1
+
+
+@pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
+@pytest.mark.parametrize("form", [np.array, pd.Series, lambda y: pd.Series(y, dtype="category")])
+def test_missing_labels(form, missing):
+    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.array(["a", "b"] * 10, dtype=object)
+    y[[3, 7]] = missing
+    for kind in (SpikeSlabClassifier, SpikeSlabOrdinal):
+        with pytest.raises(ValueError, match="but 2 are None or NaN, first in row 3; leave these rows out"):
+            kind().fit(x, form(y))
+    keep = ~pd.isna(y)
+    assert SpikeSlabClassifier(random_state=0).fit(x[keep], form(y[keep])).classes_.tolist() == ["a", "b"]
+
+
+@pytest.mark.parametrize("values", [[0.5, 1.0, 1.5], [-0.25, 0.0], [1.0, 2.5]])
+def test_labels_that_are_not_whole(values):
+    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.resize(values, 20)
+    for kind in (SpikeSlabOrdinal, SpikeSlabClassifier):
+        with pytest.raises(ValueError, match=r"not whole, such as .*; number them in their order by np\.unique\(y, "):
+            kind().fit(x, y)
+        model = kind(random_state=0, slab_scale=1.0).fit(x, np.unique(y, return_inverse=True)[1])
+        assert model.classes_.tolist() == list(range(len(values)))

@@ -60,7 +60,7 @@ def test_survival_curves(ties):
     np.testing.assert_allclose(found, np.exp(-new[:, :, None] * hazard[:, None]).mean(0), rtol=1e-9)
     assert (found[:, 1] == 1).all()
     assert (found[:, 0] == found[:, 4]).all()
-    np.testing.assert_allclose(model.predict(x, known), x @ model.coef_ + model.intercept_ + known)
+    np.testing.assert_allclose(model.predict(x, offset=known), x @ model.coef_ + model.intercept_ + known)
     assert abs(model.predict(x).mean()) < 1e-12
 
 

@@ -49,7 +49,9 @@ def test_sparse_features(form, options, weighted):
     for name in ("pip_", "coef_", "coef_sd_", "intercept_", "log_evidence_", "noise_scale_", "slab_scale_"):
         np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-8, atol=1e-8)
     # Draws may have the other sign of an eigenvector, so that only those of one fit agree.
-    for one, other in zip(sparse.predict(form(x[:9]), True), sparse.predict(x[:9], True), strict=True):
+    for one, other in zip(
+        sparse.predict(form(x[:9]), return_std=True), sparse.predict(x[:9], return_std=True), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-10)
     np.testing.assert_allclose(sparse.predict(form(x)), dense.predict(x), rtol=1e-8, atol=1e-8)
     assert [str(found) for found in sparse.credible_sets_] == [str(found) for found in dense.credible_sets_]

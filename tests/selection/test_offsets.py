@@ -128,7 +128,7 @@ def test_offsets_of_several_classes():
     assert np.abs(one.coef_ - plain.coef_).max() > 0.05
     shifted = one.intercept_ - other.intercept_
     np.testing.assert_allclose(shifted - shifted.mean(), np.array([0.5, -1.0, 2.0]) - 0.5, atol=1e-7)
-    probs = one.predict_proba(x, offset)
+    probs = one.predict_proba(x, offset=offset)
     draws = one.sample(2000)
     eta = np.einsum("nkp,mp->nmk", draws["coef"], x) + draws["intercept"][:, None] + offset
     np.testing.assert_allclose(probs, special.softmax(eta, axis=-1).mean(0), rtol=1e-9)
@@ -141,7 +141,7 @@ def test_weights_repeat_offsets(kind):
     x, y, offset = offset_data(kind)
     weight = np.arange(40) % 3
     x2, y2, offset2 = (part.repeat(weight, 0) for part in (x, y, offset))
-    weighted = kind(random_state=0, **KNOWN).fit(x, y, weight, offset)
+    weighted = kind(random_state=0, **KNOWN).fit(x, y, weight, offset=offset)
     repeated = kind(random_state=0, **KNOWN).fit(x2, y2, offset=offset2)
     np.testing.assert_allclose(weighted.pip_, repeated.pip_, atol=1e-9)
     np.testing.assert_allclose(weighted.intercept_, repeated.intercept_, atol=1e-9)

@@ -9,7 +9,6 @@ from tests.selection.fitted import EVERY, SAMPLED
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No features were selected:UserWarning",
     "ignore:Of .* some member has an effect:UserWarning",
-    "ignore:The coefficients separate the classes:UserWarning",  # as those of scikit-learn's blobs do
     "ignore:Expected trials:UserWarning",
     "ignore:Labels of text are ordered:UserWarning",
 )

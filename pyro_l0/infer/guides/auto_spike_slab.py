@@ -302,7 +302,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
         Normal latents are sampled with the slabs where :meth:`collapsed` integrates them out, the others are held
         fixed. A log likelihood that is not quadratic is expanded again at the coefficients' mean, and the gates are
-        re-weighted by their Laplace evidence.
+        re-weighted by their Laplace evidence; draws of the slabs follow the likelihood itself.
 
         Args:
             *args: arguments of the model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -82,8 +83,12 @@ class Collapsed(NamedTuple):
 
     def draw_slabs(self, gates: Tensor) -> Tensor:
         """A draw of the slabs given each vector of gates, shape ``(S, p)``."""
+        return self.placed(gates, self.quadratic.draw_slabs(gates))
+
+    def placed(self, gates: Tensor, slabs: Tensor) -> Tensor:
+        """Slabs of the quadratic as the model has them: around the means of their priors where these are apart."""
         is_tilted = self.quadratic.on(gates) & self.gated
-        return self.quadratic.draw_slabs(gates) + self.loc.masked_fill(is_tilted, 0)
+        return slabs + self.loc.masked_fill(is_tilted, 0)
 
     def points(self, values: Mapping[str, Tensor]) -> list[Point]:
         """Generic values of gates, rates and slabs, beside those of the other latents."""
@@ -219,6 +224,8 @@ Method = Literal["tempered", "mean_field"]
 
 _POINTS = 4  # at which a log likelihood is compared with its expansion
 _CLOSE = 1e-3  # nats by which they may differ for 1 nat of change, or in all
+_MOVES, _FEW, _TAKEN = 20, 3, 0.95  # of slabs; few where this share of the first proposals is taken
+_NARROW, _TOGETHER = 1e-6, 1024  # a slice that is given up; slabs whose log likelihoods are found together
 
 
 @dataclass(frozen=True)
@@ -248,7 +255,7 @@ class RefinedPosterior(JointDraws):
 
     _collapsed: Collapsed
     _probs: Tensor
-    _draw_gates: Callable[[int], Tensor]
+    _draw: Callable[[int], tuple[Tensor, Tensor]]
     spread: float
     slab: dict[str, GateSite]
     _alignments: Mapping[str, Alignment]
@@ -261,8 +268,8 @@ class RefinedPosterior(JointDraws):
     @torch.no_grad()
     def draws(self, n: int) -> dict[str, Tensor]:
         """n joint draws by site, shape ``(n, *shape of the site)``; the other latents are the same in all."""
-        gates = self._draw_gates(n).to(self._probs)
-        slabs = self._collapsed.draw_slabs(gates)
+        gates, slabs = self._draw(n)
+        slabs = self._collapsed.placed(gates, slabs)
         found = {name: x.expand(n, *x.shape) for name, x in self._collapsed.others.items()}
         for layout, flat in ((self._collapsed.gates, gates), (self._collapsed.slabs, slabs)):
             found |= {name: x.reshape(n, *layout.shapes[name]) for name, x in layout.pieces(flat).items()}
@@ -282,18 +289,25 @@ def refined(
     generator: torch.Generator | None,
     chains: int,
     flips: int,
-) -> tuple[Collapsed, Tensor, Callable[[int], Tensor], float]:
+) -> tuple[Collapsed, Tensor, Callable[[int], tuple[Tensor, Tensor]], float]:
     """Sample the gates, or fit a collapsed mean field to them; arguments as of :meth:`AutoSpikeSlab.refine`.
 
-    The result is the model as it was expanded last, P(z != 0), what draws gates, and the spread of the chains.
+    The result is the model as it was expanded last, P(z != 0), what draws gates and slabs, and the chains' spread.
     """
     if method not in ("tempered", "mean_field"):
         raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")
     quadratic, prior = collapsed.quadratic, collapsed.prior
+    is_exact = is_quadratic(log_likelihood, quadratic)
+
+    def with_slabs(gates: Tensor) -> tuple[Tensor, Tensor]:
+        gates = gates.to(quadratic.scale)
+        slabs = quadratic.draw_slabs(gates)
+        return gates, slabs if is_exact else moved_slabs(log_likelihood, quadratic, gates, slabs)
+
     if method == "mean_field":
         probs = torch.sigmoid(collapsed_mean_field(quadratic, prior, generator=generator))
-        return collapsed, probs, lambda n: torch.bernoulli(probs.expand(n, -1)), 0.0
-    if is_quadratic(log_likelihood, quadratic):
+        return collapsed, probs, lambda n: with_slabs(torch.bernoulli(probs.expand(n, -1))), 0.0
+    if is_exact:
         run = tempered_gibbs(quadratic, prior, chains=chains, flips=flips, generator=generator)
     else:
         run, quadratic = gibbs_by_expansion(
@@ -308,7 +322,46 @@ def refined(
         )
     first, second = (x.mean(0) for x in run.chain_active_probs.tensor_split(2))
     spread = float((first - second).abs().max())
-    return collapsed._replace(quadratic=quadratic), run.active_probs, run.draws, spread
+    return collapsed._replace(quadratic=quadratic), run.active_probs, lambda n: with_slabs(run.draws(n)), spread
+
+
+def moved_slabs(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic, gates: Tensor, slabs: Tensor) -> Tensor:
+    """Draws of an expansion, moved towards the posterior given their gates, shape ``(S, p)``.
+
+    Each is a chain of elliptical slices (Murray, Adams and MacKay 2010, arXiv:1001.0175), by turns around the
+    expansion's normal distribution and around the prior. They leave the posterior invariant, and few of them suffice
+    where the expansion is close, so that their first proposals are taken.
+    """
+    quadratic, on = collapsed.quadratic, collapsed.on(gates)
+    matrix = quadratic.rows(torch.arange(on.shape[1], device=on.device)[None])[0]
+    mean = collapsed.mean(gates)
+    is_open, first = on.any(1), 0.0
+    for move in range(_MOVES):
+        around_prior = bool(move % 2)
+        centre = torch.zeros_like(mean) if around_prior else mean
+        other = (collapsed.scale * torch.randn_like(mean) if around_prior else collapsed.draw_slabs(gates)) - centre
+
+        def value_at(slabs: Tensor, around_prior: bool = around_prior) -> Tensor:
+            """The log likelihood, less its expansion."""
+            beta = slabs * on
+            found = torch.cat([log_likelihood(part) for part in beta.split(_TOGETHER)])
+            return found if around_prior else found - beta @ quadratic.linear + 0.5 * ((beta @ matrix) * beta).sum(1)
+
+        level = value_at(slabs) + torch.rand_like(mean[:, 0]).log()
+        one, left = slabs - centre, torch.ones_like(level, dtype=torch.bool)
+        upper = 2 * math.pi * torch.rand_like(level)
+        angle, lower = upper, upper - 2 * math.pi
+        while bool(left.any()):
+            there = centre + one * angle.cos()[:, None] + other * angle.sin()[:, None]
+            taken = left & (value_at(there) >= level)
+            first = first or float(taken[is_open].double().mean())
+            slabs = torch.where(taken[:, None], there, slabs)
+            left = left & ~taken & (upper - lower > _NARROW)
+            lower, upper = torch.where(angle < 0, angle, lower), torch.where(angle < 0, upper, angle)
+            angle = lower + (upper - lower) * torch.rand_like(angle)
+        if move == _FEW and first > _TAKEN:
+            break
+    return slabs
 
 
 def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:

@@ -107,6 +107,8 @@ class BudgetSchedule:
 # In units of the logit of P(z != 0). Of a hard concrete, log alpha between -6 and 6, whose test gate closes at -log 11.
 HIGHEST, LOWEST = math.log(11) + 6, math.log(11) - 6
 OPENED, CLOSED = 1.0, -1.0  # of a gate that a correction opens or closes
+# Adam's first step moves all gates alike, by its rate or, behind steps without gradients or on a schedule, by less.
+_ALIKE, _LEAST_PART, _MOST = 2.0, 0.05, 4.0
 _RANGE = 30.0  # of the search, on the real line on which locations are learned
 _HALVINGS = 60
 
@@ -426,6 +428,7 @@ class SparsityTarget(_Multiplier):
         self.gate_learning_rate = self._schedule.rate(self._positions.open_all(max(_START, 1 - 1 / number)))
         self._coefficients: Tensor | None = None
         self._shares = torch.zeros(0)
+        self._before: list[Tensor] | None = []  # locations before a step; None once the optimiser has moved them
 
     @property
     def budget(self) -> Tensor:
@@ -439,10 +442,11 @@ class SparsityTarget(_Multiplier):
 
     @property
     def optimiser_options(self) -> dict[str, float | tuple[float, float]]:
-        """Keywords for the parameter group of ``guide.locations()`` in Adam, whatever the loss's scale.
+        """Keywords for the parameter group of ``guide.locations()`` in Adam or AdamW, whatever the loss's scale.
 
         An AutoGate over hard concretes has no other parameters. Leave those of other families out of the optimiser: at
-        this rate they would move far from where gates close.
+        this rate they would move far from where gates close. An optimiser of another kind, such as SGD, is refused
+        when it first moves the gates.
         """
         return {"lr": self.gate_learning_rate, "betas": _BETAS, "eps": _EPS, "weight_decay": 0.0}
 
@@ -503,10 +507,18 @@ class SparsityTarget(_Multiplier):
         added = (self.multiplier @ slopes).split([location.numel() for location in locations])
         for location, more in zip(locations, added, strict=True):
             location.grad = _grad(location) + more.view(location.shape).to(location)
+        if self._before is not None:
+            self._before = [location.clone() for location in locations]
 
     @torch.no_grad()
     def ascend(self) -> None:
-        """Advance one step, after the optimiser's; when due, check the deterministic network and harden its gates."""
+        """Advance one step, after the optimiser's; when due, check the deterministic network and harden its gates.
+
+        Raises:
+            ValueError: the optimiser's first step with gates is not one of Adam's.
+        """
+        if self._before:
+            self._check_step(self._before)
         self.step += 1
         if not self.start <= self.step <= self.steps or not self.guide.locations():
             return
@@ -524,6 +536,23 @@ class SparsityTarget(_Multiplier):
             self._positions.write(harder.clamp(LOWEST, HIGHEST))
         if self.step == self.steps and self._on_budget is not None:
             self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
+
+    def _check_step(self, before: Sequence[Tensor]) -> None:
+        """Refuse a first step that is not like Adam's, which moves all gates by the learning rate."""
+        pairs = [(x, y) for x, y in zip(self.guide.locations(), before, strict=False) if x.shape == y.shape]
+        each = [(x - y).abs().flatten().float().cpu() for x, y in pairs if x.dtype.itemsize > 2 and not x.is_meta]
+        moved = torch.cat([torch.zeros(0), *each])
+        moved = moved[moved > 0].sort().values
+        if not len(moved):
+            return  # a gradient scaler skipped the step, or the type is too coarse to tell
+        self._before = None
+        low, high = (float(moved[len(moved) * i // 4]) for i in (1, 3))
+        if high > _ALIKE * low or not _LEAST_PART <= high / self.gate_learning_rate <= _MOST:
+            raise ValueError(
+                "Expected Adam or AdamW with optimiser_options, which first moves each gate's location by "
+                f"{self.gate_learning_rate:.1e}, but they were moved by {low:.1e} to {high:.1e}; train "
+                "guide.locations() by a torch.optim.Adam of their own."
+            )
 
     def _keep_to_curve(self) -> None:
         """Put the deterministic network onto the curve, and let the multiplier follow."""
@@ -594,6 +623,7 @@ class SparsityTarget(_Multiplier):
         """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
         super().load_state_dict(state)
         self._coefficients = None
+        self._before = [] if self.step <= self.start else None
         if (prices := state.get("prices")) is not None:
             self._put_coefficients(prices.to(self._integral))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, update_wrapper
 from itertools import product
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -20,10 +23,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pyro_l0.fast.products import multiply_along
 from pyro_l0.nn.engine.sizes import KNOWN, Comparison, Dimension, Held, Notes, follow_integers, note_sizes
 from pyro_l0.nn.gate import GateLayer, check_units, gate_names
 
-__all__ = ["WRITE", "Call", "Example", "Operation", "Recording", "Value", "calls_of", "copied", "keep_state", "record"]
+__all__ = [
+    "WRITE",
+    "Call",
+    "Example",
+    "Operation",
+    "Recording",
+    "Value",
+    "calls_of",
+    "copied",
+    "held",
+    "keep_state",
+    "record",
+    "set_mode",
+    "tensors",
+]
 
 
 WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
@@ -162,17 +180,14 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
         >>> [operation.name for operation in recording.operations]
         ['aten::linear', 'aten::relu']
     """
-    held, recorder = _held(network), _Recorder(network)
+    recorder = _Recorder(network)
     try:
-        return _record(network, example, with_training, recorder)
+        with keep_state(network):
+            return _record(network, example, with_training, recorder)
     finally:
         recorder.notes.is_open = False
-        try:
-            _give_back(held)
-        finally:  # once more, if an interrupt came meanwhile
-            _give_back(held)
-            for gate, dim in recorder.dims.items():
-                gate.dim = dim
+        for gate, dim in recorder.dims.items():
+            gate.dim = dim
 
 
 def _record(network: nn.Module, example: Example, with_training: bool, recorder: _Recorder) -> Recording:
@@ -187,7 +202,7 @@ def _record(network: nn.Module, example: Example, with_training: bool, recorder:
             inputs = [recorder.keep(x, is_input=True) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             with recorder, _WholeCalls(recorder):
                 result = network(*args, **kwargs)
-            outputs = [recorder.value_of(x) for x in _tensors(result)]
+            outputs = [recorder.value_of(x) for x in tensors(result)]
             if not outputs:
                 raise ValueError(
                     "Expected a network that returns a tensor, or a tuple, dict or dataclass of tensors, but got a "
@@ -489,7 +504,8 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _tensors(result: object) -> list[Tensor]:
+def tensors(result: object) -> list[Tensor]:
+    """The tensors that a network returned."""
     if hasattr(result, "to_tuple"):
         result = result.to_tuple()
     if isinstance(result, Tensor):
@@ -499,63 +515,139 @@ def _tensors(result: object) -> list[Tensor]:
     if isinstance(result, Mapping):
         result = list(result.values())
     if isinstance(result, (tuple, list)):
-        return [tensor for x in result for tensor in _tensors(x)]
+        return [tensor for x in result for tensor in tensors(x)]
     return []
 
 
 @contextmanager
 def _undisturbed(network: nn.Module) -> Iterator[None]:
-    """Eval mode with gradients; afterwards everything but the modes is as before."""
+    """Eval mode with gradients; afterwards everything outside of the network is as before."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = {x.device for x in network.parameters() if x.device.type == "cuda"}
     try:
         for module in network.modules():
             module.training = False
         torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer as one operation
-        with keep_state(network), torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
+        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 @contextmanager
-def keep_state(network: nn.Module) -> Iterator[None]:
-    """Afterwards modules hold what they held, such as an empty cache, and buffers the numbers that they held."""
+def keep_state(network: nn.Module) -> Iterator[list[tuple[Any, Any]]]:
+    """Afterwards a network holds what it held, such as an empty cache, and buffers the numbers that they held.
+
+    Yields what holds something, such as a dict, each with what it holds.
+    """
     held, buffers = _held(network), [(x, x.clone()) for x in network.buffers()]
     try:
-        yield
+        yield held
     finally:
-        _give_back(held)
+        try:
+            _give_back(held)
+        except BaseException:  # an interrupt
+            _give_back(held)
+            raise
         with torch.no_grad():
             for buffer, before in buffers:
                 if not buffer.is_meta and not torch.equal(buffer, before):
                     buffer.copy_(before)
 
 
-_OWN = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)} - {"_buffers"}
+# ------------------------------------------------------------ what a network holds, and copies of it
+
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_TABLES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
+_HOOKS = sorted(name for name in _TABLES if "hooks" in name)
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    """What an object holds, as far as copies of it hold it too; of modules without empty tables, such as of hooks."""
+    if isinstance(x, nn.Module):
+        kept = _kept(x)
+        return [v for name, v in vars(x).items() if (v if name in _TABLES else kept is None or kept.get(name) is v)]
+    if isinstance(x, (Tensor, type, ModuleType)):
+        return ()
+    if isinstance(x, dict):
+        return [*x, *x.values()]
+    if isinstance(x, (list, tuple, set, frozenset, deque)):
+        return x
+    if isinstance(x, CellType):
+        with suppress(ValueError):  # it is empty
+            return [x.cell_contents]
+        return ()
+    if isinstance(x, FunctionType):
+        return [*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
+    if isinstance(x, (MethodType, BuiltinMethodType)):
+        return [x.__self__, getattr(x, "__func__", None)]
+    if isinstance(x, partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, weakref.ref):
+        return [x()]
+    return vars(x).values() if _is_plain_instance(x) else [getattr(x, "__wrapped__", None)]
+
+
+def _kept(module: nn.Module) -> dict[str, Any] | None:
+    """The attributes that a module says its copies have; None if it does not say."""
+    if type(module).__getstate__ is not object.__getstate__:
+        with suppress(Exception):  # a parametrised module refuses
+            state = module.__getstate__()
+            return state if isinstance(state, dict) else None
+    return None
+
+
+def _is_plain_instance(x: Any) -> bool:
+    """Whether an object is a module, or is copied with all of its attributes."""
+    if isinstance(x, nn.Module):
+        return True
+    if isinstance(x, (type, Tensor, FunctionType, ModuleType)):
+        return False
+    kind: Any = type(x)
+    is_plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    return is_plain and hasattr(x, "__dict__") and not hasattr(kind, "__deepcopy__")
+
+
+def _walk(
+    todo: Iterable[Any], stop: Container[int] = (), enter: Callable[[FunctionType], bool] = lambda function: True
+) -> dict[int, Any]:
+    """All that some objects hold, with them, by identity; not what those hold to ``stop`` at or not to ``enter``."""
+    found: dict[int, Any] = {}
+    left = list(todo)
+    while left:
+        x = left.pop()
+        if type(x) not in _PLAIN and id(x) not in found:
+            found[id(x)] = x
+            if id(x) not in stop and (not isinstance(x, FunctionType) or enter(x)):
+                left += _parts(x)
+    return found
 
 
 def _held(network: nn.Module) -> list[tuple[Any, Any]]:
-    """The attributes of modules, and the containers in them, each with a copy of what it holds."""
-    found: dict[int, tuple[Any, Any]] = {}
-    todo: list[Any] = [vars(module) for module in network.modules()]
-    while todo:
-        holder = todo.pop()
-        if id(holder) not in found:
-            kind = dict if isinstance(holder, dict) else list if isinstance(holder, list) else set
-            found[id(holder)] = holder, kind(holder)
-            todo += [x for x in _values(holder) if isinstance(x, (dict, list, set))]
-    return list(found.values())
+    """The attributes of what a network holds, and the containers and cells in it, each with what it holds."""
+    found: list[tuple[Any, Any]] = []
 
+    def is_foreign(function: FunctionType) -> bool:  # our own hooks note what a call shows
+        return not str(function.__module__).startswith("pyro_l0.")
 
-def _values(holder: Any) -> Iterable[object]:
-    """What a container holds; of a module's attributes, all but its parameters, modules and hooks."""
-    return [x for name, x in holder.items() if name not in _OWN] if isinstance(holder, dict) else holder
+    for x in _walk([network], enter=is_foreign).values():
+        if isinstance(x, CellType):
+            found += [(x, content) for content in _parts(x)]
+        elif isinstance(x, (dict, list, set)):
+            kind = dict if isinstance(x, dict) else list if isinstance(x, list) else set
+            found.append((x, kind(x)))
+        elif _is_plain_instance(x):
+            found.append((vars(x), dict(vars(x))))
+    return found
 
 
 def _give_back(held: Iterable[tuple[Any, Any]]) -> None:
     """Let containers hold what they held."""
     for holder, before in held:
+        if isinstance(holder, CellType):
+            holder.cell_contents = before
+            continue
         if isinstance(holder, dict):
             for name in holder.keys() - before.keys():
                 del holder[name]
@@ -566,10 +658,176 @@ def _give_back(held: Iterable[tuple[Any, Any]]) -> None:
             (holder.extend if isinstance(holder, list) else holder.update)(before)
 
 
-def copied(network: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
-    """A deep copy. What a module computed and keeps, as in a cache, stays as numbers there, without their graph.
+@contextmanager
+def held(network: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """A network itself in evaluation mode, with gates at given values, or open, and with copies of its tensors.
 
-    ``memo`` has, by identity of an object, what takes its place.
+    Afterwards it is as it was: its tensors are the same, and so is what modules, hooks and closures hold.
     """
-    cached = [x for holder, _ in _held(network) for x in _values(holder) if isinstance(x, Tensor) and x.grad_fn]
-    return copy.deepcopy(network, {id(x): x.detach().clone() for x in cached} | dict(memo or {}))
+    with keep_state(network) as holders:
+        memo: dict[int, Any] = {}
+        with torch.no_grad():
+            own = (*network.parameters(), *network.buffers())
+            new = {id(x): copy.deepcopy(x if x.is_leaf else x.detach(), memo) for x in own}
+
+        def swapped(x: Any) -> Any:
+            return tree_map_only(Tensor, lambda y: new.get(id(y), y), x) if isinstance(x, (Tensor, tuple)) else x
+
+        for holder, before in holders:
+            if isinstance(holder, dict):
+                holder.update({name: swapped(x) for name, x in before.items() if isinstance(x, (Tensor, tuple))})
+            elif isinstance(holder, list):
+                holder[:] = map(swapped, before)
+            elif isinstance(holder, CellType):
+                holder.cell_contents = swapped(before)
+        for site, gate in gate_names(network).items():
+            vars(gate)["forward"] = partial(_multiply, gate, site, gates.get(site, torch.ones(gate.size)))
+        set_mode(network, False)
+        yield network
+
+
+def set_mode(network: nn.Module, is_training: bool) -> None:
+    """Put a network into training or evaluation mode by its own method, or where that refuses, as torch.export's."""
+    try:
+        network.train(is_training)
+    except NotImplementedError:
+        for module in network.modules():
+            module.training = is_training
+
+
+def _multiply(gate: GateLayer, site: str, value: Tensor, x: Tensor | None = None, dim: int | None = None) -> Tensor:
+    if x is None:
+        return value
+    dim = gate.dim if dim is None else dim
+    check_units(x, gate.size, dim, site)
+    return multiply_along(x, value.to(x.device), dim)
+
+
+class _Detached(TorchFunctionMode):
+    """Copies of computed tensors are their numbers, without their graph."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if func is Tensor.__deepcopy__ and args[0].grad_fn is not None:
+            return args[1].setdefault(id(args[0]), args[0].detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def copied(network: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
+    """A deep copy that shares no module, parameter or buffer with a network, and has all of its hooks.
+
+    Functions that hold parts of the network in their closures are copied with them, and what modules that copy or
+    pickle themselves leave out is added. What was computed and is kept, as in a cache, stays as numbers, without its
+    graph. ``memo`` has, by identity of an object, what takes its place.
+
+    Raises:
+        ValueError: something in the copy would go on using a module of the network; the message names it.
+    """
+    replaced = dict(memo or {})
+    of_copy: dict[int, Any] = dict(replaced)
+    functions, parts = _functions(network)
+    for function in functions:
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        of_copy[id(function)] = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    with _Detached():
+        new: nn.Module = copy.deepcopy(network, of_copy)
+        pairs: dict[nn.Module, nn.Module] = {}
+        _complete(network, new, of_copy, replaced.keys(), pairs)
+        for path, module in network.named_modules():
+            other = pairs.get(module, module)  # itself where ``memo`` replaces it
+            missing = vars(module).keys() - vars(other).keys() if hasattr(module, "__deepcopy__") else ()
+            for name in missing:
+                if not callable(vars(module)[name]):
+                    vars(other)[name] = copy.deepcopy(vars(module)[name], of_copy)
+            if name := _difference(module, other):
+                raise ValueError(
+                    f"Expected a network that can be copied, but copies of {path!r}, a {type(module).__name__}, have "
+                    f"another {name!r}; let its __deepcopy__ or its __getstate__ and __setstate__ keep it."
+                )
+            if any(vars(module)[name].keys() != vars(other)[name].keys() for name in _HOOKS):
+                vars(other).update({name: copy.deepcopy(vars(module)[name], of_copy) for name in _HOOKS})
+            other.training = module.training
+        for function in functions:
+            _fill(function, of_copy, parts)
+    _refuse_shared(network, new)
+    return new
+
+
+def _functions(network: nn.Module) -> tuple[list[FunctionType], set[int]]:
+    """The functions of a network that hold parts of it in their closures, directly or by others; and these parts.
+
+    Parts are the modules, tensors, containers and further objects that it holds outside of functions, by identity.
+    """
+    found = _walk([network], enter=lambda function: False)
+    todo = [x for x in found.values() if isinstance(x, FunctionType)]
+    kinds = (dict, list, set, deque, Tensor)
+    parts = {key for key, x in found.items() if isinstance(x, kinds) or _is_plain_instance(x)}
+    holds = dict[FunctionType, bool]()
+    for function in todo:  # which grows
+        inside = _walk(_parts(function), stop=parts)
+        todo += [x for x in inside.values() if isinstance(x, FunctionType) and x not in holds and x is not function]
+        holds[function] = not parts.isdisjoint(inside)
+    return [function for function in holds if holds[function]], parts
+
+
+def _fill(function: FunctionType, memo: dict[int, Any], parts: Set[int]) -> None:
+    """Give the copy of a function what its closure holds: copies of the network's parts, and all else itself."""
+
+    def new_of(x: Any) -> Any:
+        return x if parts.isdisjoint(_walk([x], stop=parts)) else copy.deepcopy(x, memo)
+
+    new: FunctionType = memo[id(function)]
+    for cell, other in zip(function.__closure__ or (), new.__closure__ or (), strict=True):
+        for content in _parts(cell):
+            other.cell_contents = new_of(content)
+    update_wrapper(new, function, updated=())
+    vars(new).clear()  # of the mark of a wrapper
+    new.__defaults__, new.__kwdefaults__ = new_of(function.__defaults__), new_of(function.__kwdefaults__)
+    vars(new).update({name: new_of(x) for name, x in vars(function).items()})
+
+
+def _complete(
+    module: nn.Module, other: nn.Module, memo: dict[int, Any], kept: Set[int], pairs: dict[nn.Module, nn.Module]
+) -> None:
+    """Add to a module's copy what its own copying left out, and note the pair; for those ``kept`` ``memo`` is right."""
+    memo[id(module)] = pairs[module] = other
+    for table in ("_parameters", "_buffers", "_modules"):
+        theirs = vars(other)[table]
+        for name, x in vars(module)[table].items():
+            y = theirs.get(name)
+            if x is None:
+                continue
+            if y is None or y is x or id(x) in memo:
+                theirs[name] = y = copy.deepcopy(x, memo)
+            elif isinstance(x, Tensor) and y.shape == x.shape:
+                memo[id(x)] = y
+                y.data.copy_(x.data)
+                y.requires_grad_(x.requires_grad)
+            if isinstance(x, nn.Module) and x not in pairs and id(x) not in kept:
+                _complete(x, y, memo, kept, pairs)
+
+
+def _difference(module: nn.Module, other: nn.Module) -> str | None:
+    """The first number, text or shape of a tensor in which a module's copy differs."""
+    attributes = [(name, x, vars(other).get(name)) for name, x in vars(module).items() if type(x) in (int, float, str)]
+    tensors = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    shapes = [(name, x.shape, getattr(other, name).shape) for table in tensors for name, x in table]
+    return next((name for name, x, y in (*attributes, *shapes) if y is not x and y != x), None)
+
+
+def _refuse_shared(network: nn.Module, new: nn.Module) -> None:
+    """Refuse a copy in which something holds a module or tensor of the original."""
+    names = {
+        id(x): name for name, x in (*network.named_parameters(), *network.named_buffers(), *network.named_modules())
+    }
+    if names.keys().isdisjoint(_walk([new])):
+        return
+    modules = {id(module) for module in new.modules()}
+    for path, module in new.named_modules():
+        shared = names.keys() & _walk(_parts(module), stop=modules)
+        if shared:
+            raise ValueError(
+                f"Expected a network that can be copied, but something that {path or 'the network'!r} holds goes on "
+                f"using {names[shared.pop()] or 'the network'!r} of the original; write what uses it as a method."
+            )

@@ -7,8 +7,10 @@ import torch
 from numpy.typing import ArrayLike
 
 from pyro_l0.selection.design import make_design
+from pyro_l0.selection.methods.exact_chains import continued
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
+from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence
+from pyro_l0.selection.predictive import rows_of
 from pyro_l0.selection.problem import SAMPLED, Family, Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
@@ -35,7 +37,8 @@ def exact_posterior(
     """Compute the posterior of a spike-and-slab regression by a sum over every subset of the features.
 
     For a Gaussian regression it is exact up to about 1e-4: unknown scales are integrated on a grid, an unknown rate in
-    closed form. For other families Laplace's approximation integrates the coefficients of each subset.
+    closed form. For other families Laplace's approximation integrates the coefficients of each subset; where these are
+    too far from normal, exact chains find the posterior.
 
     With ``standardize=False``, ``fit_intercept=False`` and rate, slab_scale and noise_scale given, the model is
     y ~ N(X beta, noise_scale^2), beta_j = z_j w_j, z_j ~ Bernoulli(rate), w_j ~ N(0, slab_scale^2).
@@ -99,8 +102,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
             f"Expected method='auto' or 'tempered' for the family {problem.family!r}, whose own parameters are sampled "
             "with the coefficients, but got 'enumerate'; leave it out."
         )
-    is_exact = problem.family == "gaussian"
-    evidence = GaussianEvidence(problem) if is_exact else LaplaceEvidence(problem)
+    evidence = GaussianEvidence(problem) if problem.family == "gaussian" else LaplaceEvidence(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = evidence.log_marginal(z)
     weights = log_marginal.softmax(0)
@@ -108,11 +110,13 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     matters = ascending[weights[ascending].cumsum(0) > _LEFT_OUT]
     moments = evidence.moments(z[matters], weights[matters] / weights[matters].sum())
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
+    drawn = torch.multinomial(weights, max(draws, FEWEST), replacement=True, generator=generator)
     active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
     found = evidence.draws(z[drawn], generator)
-    return SelectionPosterior.of(active_probs, moments, log_evidence, found, is_exact=is_exact)
+    if found.correction is not None:
+        return continued(problem, z[drawn], found, active_probs, log_evidence + found.correction, draws, generator)
+    return SelectionPosterior.of(active_probs, moments, log_evidence, rows_of(found, np.arange(draws)))
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,18 +12,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from scipy.sparse import csr_array
+from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyro_l0.maths.second_order import STORED, open_positions, quadratic_of
+from pyro_l0.maths.second_order import BATCH, STORED, open_positions
 from pyro_l0.maths.tempered_gibbs import counted
-from pyro_l0.selection.methods.laplace_evidence import weighted_design
 from pyro_l0.selection.methods.likelihoods import likelihood_of
-from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
+from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem, SelectionPosterior
 
-__all__ = ["AugmentedChains", "JumpingChains", "draw_polya_gamma", "is_augmented", "standard_error"]
+__all__ = ["AugmentedChains", "JumpingChains", "continued", "draw_polya_gamma", "is_augmented", "standard_error"]
 
+_CHAINS = 64  # fewer where their second derivatives fill the memory
 _FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
+_ENOUGH, _PRECISE = 0.015, 0.03  # standard errors up to which chains run: of gates, and of means in deviations
+_UNSURE, _SEEN = 0.1, 0.05  # error of a mean that is warned of, and how often its coefficient has to be open
+_SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 
 
 def standard_error(record: Tensor) -> Tensor:
@@ -34,6 +39,14 @@ def standard_error(record: Tensor) -> Tensor:
     of_halves = torch.stack([half.mean((0, 1)) for half in record.chunk(2)]).var(0) / 2
     drift = of_halves.sum() / of_chains.sum().clamp(min=torch.finfo(record.dtype).tiny)
     return (of_chains * drift.clamp(min=1.0)).sqrt()
+
+
+def _error_of_means(beta: Tensor, mean: Tensor) -> Tensor:
+    """The largest standard error of the mean of a coefficient that is often open, in its deviations."""
+    often = beta.count_nonzero((0, 1)) > _SEEN * beta.shape[0] * beta.shape[1]
+    if not often.any():
+        return beta.new_zeros(())
+    return standard_error(mean[..., often] / beta[..., often].std((0, 1))).max()
 
 
 class ExactChains(ABC):
@@ -60,8 +73,10 @@ class ExactChains(ABC):
         self.z, self.log_slab = z, log_slab
         self.beta = x.new_zeros(len(z), self._x.shape[1] * problem.outputs)
 
-    def posterior(self, log_evidence: float, draws: int, error: float) -> SelectionPosterior:
-        """Sweep until no standard error is larger than ``error``, or ``_ROUNDS`` times a round."""
+    def posterior(
+        self, log_evidence: float, draws: int, error: float = _ENOUGH, of_means: bool = False
+    ) -> SelectionPosterior:
+        """Sweep until no standard error, if asked for of means, too, is above what is enough, or ``_ROUNDS`` rounds."""
         record: list[tuple[Tensor, ...]] = []
         with counted(_FEWEST * self.sweeps, "sweeps of exact chains") as bar:
             for rounds in range(1, _ROUNDS + 1):
@@ -71,12 +86,21 @@ class ExactChains(ABC):
                 used = record[int(self.warm_up * len(record)) :]
                 probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
                 found = standard_error(probs) if probs.shape[2] else probs[0, 0]
-                worst = found.max() if len(found) else found.sum()
-                is_enough = rounds >= _FEWEST and bool(worst <= error)
-                needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(worst / error) ** 2)
+                of_gates = found.max() if len(found) else found.sum()
+                apart = _error_of_means(*others[2:4]) if of_means else torch.zeros(())
+                worst = torch.maximum(of_gates / error, apart / _PRECISE)
+                is_enough = rounds >= _FEWEST and bool(worst <= 1)
+                needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(worst) ** 2)
                 bar.total = self.sweeps * math.ceil(min(_ROUNDS, needed))
                 if is_enough:
                     break
+        if apart > _UNSURE and of_gates <= MOST_ERROR:
+            warnings.warn(
+                f"The chains disagree: the mean of a coefficient has a standard error of {apart:.2f} of its standard "
+                "deviation. Set a smaller slab_scale or always_in_scale.",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
         z, log_slab, beta, mean, variance, theta = (part.flatten(0, 1) for part in others)
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)
@@ -347,11 +371,11 @@ class JumpingChains(ExactChains):
     sweeps, warm_up = 10, 0.35
 
     def __init__(
-        self, problem: Problem, z: Tensor, log_slab: Tensor, beta: Tensor, often: Tensor, generator: torch.Generator
+        self, problem: Problem, z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, generator: torch.Generator
     ) -> None:
-        """From coefficients and intercepts; gates are tried in proportion to ``often``, shape ``(G,)``."""
+        """From coefficients and intercepts; gates are tried the more often the less sure ``probs`` are, ``(G,)``."""
         super().__init__(problem, z, log_slab, generator)
-        self._often, self._swept = often, 0
+        self._often, self._swept = (probs * (1 - probs) + _SELDOM).sqrt(), 0
         self._outputs = torch.arange(problem.outputs)
         self._columns = self._x.T.contiguous()
         self.beta = beta
@@ -360,9 +384,7 @@ class JumpingChains(ExactChains):
 
     def _sweep(self) -> tuple[Tensor, ...]:
         if self._swept in (0, self.sweeps):
-            curvature = self._likelihood.derivatives(self._eta)[1].mean(0)
-            columns = weighted_design(curvature, self._x)[1].T
-            self._quadratic = quadratic_of(columns, columns.new_zeros(len(columns)))
+            self._quadratic = self._likelihood.quadratic(self._x, self._eta)
             self._spread = self._likelihood.spread(self._eta)
         self._swept += 1
         probs = self.z.double()
@@ -505,6 +527,29 @@ class JumpingChains(ExactChains):
         self.log_slab, self._value = (
             torch.where(taken, new, old) for new, old in ((log_slab, self.log_slab), (value, self._value))
         )
+
+
+def chains_of(problem: Problem) -> int:
+    """How many chains there are."""
+    return max(8, min(_CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
+
+
+def continued(
+    problem: Problem,
+    z: Tensor,
+    draws: Draws,
+    probs: Tensor,
+    log_evidence: float,
+    number: int,
+    generator: torch.Generator,
+) -> SelectionPosterior:
+    """Some draws by jumping chains that start from others, of gates z, where Laplace's approximation is too far off."""
+    start = np.arange(chains_of(problem)) % len(z)
+    intercept = draws.intercept[start][:, : problem.outputs * problem.intercept]
+    beta = torch.from_numpy(np.hstack([draws.coefficients[start].toarray(), intercept]))
+    log_slab = torch.from_numpy(draws.slab_scale[start]).log()
+    chains = JumpingChains(problem, z[start], log_slab, beta, probs, generator)
+    return chains.posterior(log_evidence, number, of_means=True)
 
 
 def _log_proposal(noise: Tensor, factor: Tensor, count: Tensor) -> Tensor:

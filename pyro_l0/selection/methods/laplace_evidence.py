@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +22,10 @@ from pyro_l0.selection.methods.grid import (
     sparse_rows,
 )
 from pyro_l0.selection.methods.likelihoods import Likelihood, likelihood_of
-from pyro_l0.selection.problem import Draws, Problem
+from pyro_l0.selection.predictive import linear_predictors, rows_of
+from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem
 
-__all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode", "weighted_design"]
-
-
-def weighted_design(curvature: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Roots R of curvatures, shape ``(n, K, K)``, and R' X by features of shape ``(n, p)``, shape ``(n K, p K)``."""
-    values, vectors = torch.linalg.eigh(curvature)
-    root = vectors * values.clamp(min=0).sqrt()[:, None, :]
-    return root, torch.einsum("nki,nj->nijk", root, x).reshape(root.shape[0] * root.shape[1], -1)
+__all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode"]
 
 
 # A Newton step that would gain so little is the last one: the mode is 3e-3 of a deviation away before it.
@@ -48,12 +43,11 @@ class Normals(NamedTuple):
         """Of the coefficients, shape ``(s, m, K)``."""
         return torch.cholesky_inverse(self.root).diagonal(dim1=1, dim2=2).reshape(self.mean.shape)
 
-    def draw(self, generator: torch.Generator) -> Tensor:
-        """One of each gate vector, shape ``(s, m, K)``."""
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One of each gate vector, shape ``(s, m, K)``, and their log densities, but for the power of 2 pi."""
         noise = torch.randn(self.root.shape[:2], generator=generator, dtype=torch.float64)[:, :, None]
         spread = torch.linalg.solve_triangular(self.root.mT, noise, upper=True)
-        drawn: Tensor = self.mean + spread.reshape(self.mean.shape)
-        return drawn
+        return self.mean + spread.reshape(self.mean.shape), _half_log_det(self.root) - 0.5 * noise.square().sum((1, 2))
 
     def of(self, which: Tensor) -> Normals:
         """Those of some gate vectors."""
@@ -155,6 +149,14 @@ _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at 
 # observations is 3e-3 nat.
 _REACH = 0.03
 
+# By how much importance weights may change means, in deviations, and the probabilities beyond the ends of a 90 %
+# interval, where .025 is a fifth of a deviation. Coefficients that are open in a smaller share of draws do not count,
+# nor do draws beyond so many linear predictors.
+_OF_MEANS, _OF_TAILS = 0.1, 0.025
+_SEEN, _PREDICTORS = 0.05, 2**21
+FEWEST, _FEWEST = 500, 100  # draws that tell, and those that do where the observations are very many
+_ENOUGH = 0.15  # share of draws that weights are worth, from which the evidence can be told
+
 # Coefficients, shape (s, p, K), and intercepts, (s, K), to start from, of gates (s, G) and log slab scales (s,).
 Start = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -252,22 +254,50 @@ class LaplaceEvidence(GridEvidence[Batch]):
         """One draw of the coefficients for each of some gate vectors of a fit, shape ``(N,)``."""
         problem = self.problem
         intercept = torch.zeros(len(which), problem.outputs, dtype=torch.float64)
-        parts = []
+        log_ratio, parts = torch.empty(len(which), dtype=torch.float64), []
         for batch, found in fit.parts:
             row, own = draws_of(batch.rows, which)
-            drawn = found.of(own).draw(generator)
+            normals = found.of(own)
+            drawn, log_density = normals.draw(generator)
             k = batch.open.shape[1]
+            precision = self._precision(fit.slab_scale[which[row]].log(), k)[:, :, None]
+            log_prior = 0.5 * (precision.log() - precision * drawn.square()).sum((1, 2))
+            log_ratio[row] = log_prior - log_density - normals.log_evidence
             parts.append((Batch(row, batch.open[own]), drawn[:, :k]))
             if problem.intercept:
                 intercept[row] = drawn[:, k]
         slab_scale = fit.slab_scale[which]
-        return Draws(
+        draws = Draws(
             sparse_rows(parts, len(which), self._p, problem.outputs),
             intercept.numpy(),
             slab_scale.numpy(),
             torch.full_like(slab_scale, math.nan).numpy(),
             problem.prior.draw_rate(fit.z[which], generator),
         )
+        return draws._replace(correction=self._correction(draws, fit.z[which], log_ratio))
+
+    def _correction(self, draws: Draws, z: Tensor, log_ratio: Tensor) -> float | None:
+        """See ``Draws``, by importance weights; ``log_ratio`` has those without the log likelihood."""
+        problem, outputs = self.problem, self.problem.outputs
+        number = max(_FEWEST, _PREDICTORS // max(len(problem.x) * outputs, problem.gates))
+        some = rows_of(draws, np.arange(min(number, len(z))))
+        eta = torch.from_numpy(linear_predictors(some, problem.x.numpy()))
+        log_weight = self._likelihood.value(eta) + log_ratio[: len(eta)]
+        change = log_weight.softmax(0).numpy() - 1 / len(eta)
+        columns = some.coefficients.tocsc()
+        filled = np.flatnonzero(np.diff(columns.indptr) > _SEEN * len(eta))
+        shown = np.hstack([columns[:, filled].toarray(), some.intercept[:, : outputs * problem.intercept]])
+        lower, upper = np.quantile(shown, (0.05, 0.95), axis=0, method="inverted_cdf")
+        changes = [
+            change @ z[: len(eta)].numpy() / MOST_ERROR,
+            change @ shown / (_OF_MEANS * shown.std(0)),
+            change @ (shown < lower) / _OF_TAILS,
+            change @ (shown > upper) / _OF_TAILS,
+        ]
+        if (np.abs(np.concatenate(changes)) <= 1).all():
+            return None
+        effective = 1 / ((change + 1 / len(eta)) ** 2).sum()
+        return float(log_weight.logsumexp(0)) - math.log(len(eta)) if effective > _ENOUGH * len(eta) else math.nan
 
     def _batches(self, z: Tensor) -> Iterator[Batch]:
         return batches_of(self.problem.switched(z), lambda k: _ENTRIES // self._entries(k))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
@@ -16,11 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.second_order import Point, Step, maximise
+from pyro_l0.maths.second_order import DenseQuadratic, Point, Quadratic, Step, maximise, quadratic_of
 from pyro_l0.selection.methods.gaussian_evidence import smallest_noise
 from pyro_l0.selection.problem import PARTIAL, Family, Prior, Problem
 
-__all__ = ["CoxLikelihood", "Likelihood", "likelihood_of"]
+__all__ = ["CoxLikelihood", "Likelihood", "likelihood_of", "weighted_design"]
+
+
+def weighted_design(curvature: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Roots R of curvatures, shape ``(n, K, K)``, and R' X by features of shape ``(n, p)``, shape ``(n K, p K)``."""
+    values, vectors = torch.linalg.eigh(curvature)
+    root = vectors * values.clamp(min=0).sqrt()[:, None, :]
+    return root, torch.einsum("nki,nj->nijk", root, x).reshape(root.shape[0] * root.shape[1], -1)
 
 
 # The least curvature by a parameter that steps divide by, and the gain below which a search ends.
@@ -67,6 +73,11 @@ class Likelihood(ABC):
 
         The covariance has the shape ``(s, m, K, m, K)``, and the derivatives have that of eta.
         """
+
+    def quadratic(self, x: Tensor, eta: Tensor) -> Quadratic:
+        """Its second derivatives by the coefficients of features x, shape ``(n, p)``, on average over s sets of eta."""
+        columns = weighted_design(self.derivatives(eta)[1].mean(0), x)[1].T
+        return quadratic_of(columns, columns.new_zeros(len(columns)))
 
     def log_prior(self) -> Tensor:
         """Log density of theta, shape ``(s,)``."""
@@ -209,6 +220,7 @@ class PoissonLikelihood(IndependentLikelihood):
         return self._weight * eta.exp() * covariance[..., 0]
 
 
+_FORMED, _AVERAGED = 1000, 8  # features whose second derivatives are formed, and for how many sets of predictors
 _LARGEST = 700.0  # exponents, beyond which derivatives are too small: of predictors that differ by more
 
 
@@ -270,17 +282,19 @@ class CoxLikelihood(Likelihood):
         total = total[:, 0] - 2 * (rows * self._summed(risk, means)).sum(1)
         return total[:, self._inverse, None]
 
+    def quadratic(self, x: Tensor, eta: Tensor) -> Quadratic:
+        """See ``Likelihood``; over some sets, as the upper bound of ``derivatives`` may be a hundred times this."""
+        if x.shape[1] > _FORMED:
+            return super().quadratic(x, eta)
+        some = eta[:: -(-len(eta) // _AVERAGED)]
+        parts = [self.second_order(x.T[None], one[None])[1][0, :, 0, :, 0] for one in some]
+        return DenseQuadratic(torch.stack(parts).mean(0), x.new_zeros(x.shape[1]))
+
     def _at_risk(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """exp(eta) in order, shape ``(s, 1, n)``, and 1 / S, ``(s, 1, E)``, both relative to the largest exp(eta)."""
         top = eta.amax(1)
         relative = (eta[:, self._order, 0] - top).exp()
         above = top - self.log_totals(eta)
-        if bool((above > _LARGEST).any()):
-            warnings.warn(
-                f"Log risks differ by more than {_LARGEST:g}, where their derivatives are too small: the posterior may "
-                "be far off. The features order the events almost without exception; set a smaller slab_scale.",
-                stacklevel=1,  # one place, so that it is shown once
-            )
         inverse = above.clamp(max=_LARGEST).exp()
         return relative[:, None], inverse[:, None]
 
@@ -346,6 +360,9 @@ class ShiftedLikelihood(Likelihood):
 
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
         return self._likelihood.second_order(columns, eta + self._offset)
+
+    def quadratic(self, x: Tensor, eta: Tensor) -> Quadratic:
+        return self._likelihood.quadratic(x, eta + self._offset)
 
     def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
         return self._likelihood.trace_slope(columns, eta + self._offset, covariance)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.second_order import BATCH, Quadratic, open_positions, quadratic_of
+from pyro_l0.maths.second_order import Quadratic, open_positions, quadratic_of
 from pyro_l0.maths.tempered_gibbs import (
     GibbsRun,
     IndependentGates,
@@ -19,10 +19,11 @@ from pyro_l0.maths.tempered_gibbs import (
     sampled_on_expansions,
     sampled_target,
 )
-from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, is_augmented
+from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence, find_mode, weighted_design
-from pyro_l0.selection.methods.likelihoods import likelihood_of
+from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
+from pyro_l0.selection.methods.likelihoods import likelihood_of, weighted_design
+from pyro_l0.selection.predictive import rows_of
 from pyro_l0.selection.problem import MOST_ERROR, SAMPLED, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
@@ -207,11 +208,8 @@ def gate_of(problem: Problem) -> Tensor | None:
 
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
-_CHAINS = 64  # on the exact posterior; fewer where their second derivatives fill the memory
 _PRECISE = 0.012  # standard error above which augmented chains follow, and up to which they run
-_ENOUGH = 0.015  # up to which jumping chains run
 _BRIEF = 0.5  # share of flips before chains that follow anyway
-_SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 _APART = 0.24  # nodes of the slab scale's logarithm, from a factor e below all that chains found to one above
 
 
@@ -221,8 +219,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
     chains find, which run for a third of the effort. Draws of the last chains are re-weighted by the Laplace evidence
     of their gates and slab scales. Where that leaves a standard error above ``_PRECISE``, augmented chains continue a
-    logistic regression; where it is above ``MOST_ERROR``, jumping chains continue others, and those of families with
-    parameters of their own at once.
+    logistic regression; where it is above ``MOST_ERROR``, or importance weights say that Laplace's approximation is too
+    far off, jumping chains continue, and those of families with parameters of their own at once.
     """
 
     def mean_predictor(walk: _Walk, run: GibbsRun) -> Tensor:
@@ -230,13 +228,12 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         beta, intercept = walk.means(run.gates[picked], run.hyper[picked, 1])
         return intercept.mean(0) + problem.x @ beta.mean(0)
 
-    chains = max(8, min(_CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
+    chains = chains_of(problem)
     size = (problem.x.shape[1] + problem.intercept) * problem.outputs  # of coefficients and intercepts
 
     def jumped(z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, log_evidence: float) -> SelectionPosterior:
-        often = (probs * (1 - probs) + _SELDOM).sqrt()
-        jumping = JumpingChains(problem, z, log_slab, beta[:, :size], often, generator)
-        return jumping.posterior(log_evidence, draws, _ENOUGH)
+        jumping = JumpingChains(problem, z, log_slab, beta[:, :size], probs, generator)
+        return jumping.posterior(log_evidence, draws, of_means=bool(problem.always))
 
     is_start = problem.family in SAMPLED  # all that is asked of the expansion
 
@@ -270,25 +267,25 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     error = (run.standard_error().square() + of_weights).sqrt()
     log_evidence = chain_evidence(_log_marginal(walk, problem.prior, run), walk, run, generator)
     log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
-    which = resampled(weights, draws, generator)
-    is_logistic = is_augmented(problem)
-    if error.max() > (_PRECISE if is_logistic else MOST_ERROR):
-        if is_logistic:
-            start = which[torch.arange(_CHAINS) % draws]
-            augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
-            return augmented.posterior(log_evidence, draws, _PRECISE)
-        # Those of the expansion: of draws that are this uncertain, few have all the weight.
+    which = resampled(weights, max(draws, FEWEST), generator)
+    found = evidence.draws_of(fit, which, generator)
+    is_near = found.correction is None
+    if is_near and error.max() > _PRECISE and is_augmented(problem):
+        start = which[:chains]
+        augmented = AugmentedChains(problem, z[start], slab[start].log(), generator)
+        return augmented.posterior(log_evidence, draws, _PRECISE)
+    if not is_near or error.max() > MOST_ERROR:
+        log_evidence += found.correction or 0.0
+        # From those of the expansion: of draws that are this uncertain, few have all the weight.
         found = evidence.draws_of(fit, torch.arange(chains), generator)
-        beta = torch.from_numpy(np.hstack([found.coefficients.toarray(), found.intercept]))
-        return jumped(z[:chains], slab[:chains].log(), beta, active_probs, log_evidence)
+        return continued(problem, z[:chains], found, active_probs, log_evidence, draws, generator)
     moments = fit.moments(weights, problem.x.shape[1])
     return SelectionPosterior.of(
         active_probs,
         rescaled(problem, active_probs, weights @ z.double(), moments),
         log_evidence,
-        evidence.draws_of(fit, which, generator),
+        rows_of(found, np.arange(draws)),
         error,
-        is_exact=False,
     )
 
 

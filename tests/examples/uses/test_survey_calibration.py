@@ -62,9 +62,9 @@ def test_the_budget_is_between_the_protected_and_all(records, tmp_path):
 
 @pytest.mark.slow
 def test_gates_choose_better_than_chance(tmp_path):
-    """Seed 1: a tenth of the error at most, with as many records."""
+    """Less than half of the error, on average and at worst, with as many records."""
     results = survey_calibration.main(Options(out=tmp_path))
     (gates,), (chance,) = results["gates"], results["random"]
     assert (gates.records, gates.protected) == (1000, 100)
-    assert gates.mean_error < 0.1 * chance.mean_error
-    assert gates.worst_error < 1
+    assert gates.mean_error < 0.5 * chance.mean_error
+    assert gates.worst_error < 0.5 * chance.worst_error

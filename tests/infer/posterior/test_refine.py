@@ -141,3 +141,52 @@ def test_probabilities_of_sure_effects_are_at_most_one():
     for seed in range(3):
         found = AutoSpikeSlab(model, slab={"w": "z"}, slabs="structured").refine(seed=seed).active_probs()["z"]
         assert 0.999 < found[0] <= 1
+
+
+def few_rows(family, n, slab, seed):
+    """A model with one gate, and the log likelihood of coefficients of shape ``(S,)``."""
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    y = (x > 0).double() if family is dist.Bernoulli else torch.where(x > 0, 4.0, 0.0).double()
+
+    def model():
+        with pyro.plate("features", 1):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5, dtype=torch.float64)))
+            w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), slab))
+        eta = x * (z * w)
+        observed = family(logits=eta) if family is dist.Bernoulli else family(eta.exp())
+        with pyro.plate("rows", n):
+            pyro.sample("y", observed, obs=y)
+
+    def log_likelihood(beta):
+        eta = beta[:, None] * x
+        return (dist.Bernoulli(logits=eta) if family is dist.Bernoulli else dist.Poisson(eta.exp())).log_prob(y).sum(1)
+
+    return model, log_likelihood
+
+
+@pytest.mark.parametrize(
+    ("family", "n", "slab"),
+    [(dist.Bernoulli, 10, 10.0), (dist.Bernoulli, 5, 3.0), (dist.Bernoulli, 20, 30.0), (dist.Poisson, 6, 2.0)],
+)
+@pytest.mark.parametrize("method", ["tempered", "mean_field"])
+def test_slabs_far_from_normal(family, n, slab, method):
+    """Given that the gate is open, draws have the mean, deviation and interval of quadrature; five standard errors."""
+    model, log_likelihood = few_rows(family, n, slab, seed=n)
+    guide = AutoSpikeSlab(model, slab=SLAB)
+    guide()
+    pyro.set_rng_seed(0)
+    draws = guide.refine(seed=0, flips=100, method=method).draws(4000)
+    found = draws["w"][draws["z"] == 1]
+    nodes = torch.linspace(-5 * slab, 5 * slab, 20_001, dtype=torch.float64)
+    density = (log_likelihood(nodes) - 0.5 * (nodes / slab).square()).softmax(0)
+    mean = float(density @ nodes)
+    sd = math.sqrt(float(density @ (nodes - mean).square()))
+    assert len(found) > 500
+    assert float(found.mean()) == pytest.approx(mean, abs=5 * sd / math.sqrt(len(found)))
+    assert float(found.std()) == pytest.approx(sd, rel=0.15)
+    for end in (0.05, 0.95):
+        below = float(density[nodes < float(found.quantile(end))].sum())
+        assert below == pytest.approx(end, abs=5 * math.sqrt(0.05 * 0.95 / len(found)))
+    # A closed gate's slab has its prior.
+    closed = draws["w"][draws["z"] == 0]
+    assert len(closed) < 500 or float(closed.std()) == pytest.approx(slab, rel=0.2)

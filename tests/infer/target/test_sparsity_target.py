@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import nn
 
 from pyro_l0 import HardConcrete, HardKumaraswamy, PowerLawGate, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
@@ -160,6 +161,48 @@ def test_training_ends_at_the_most_valuable_units(budget, steps):
     assert len(kept) == round(10 * budget)
     if steps == 1500:  # of ten alike at the start, chance chooses the first that leave
         assert kept == set(SIZE.argsort(descending=True)[: round(10 * budget)].tolist())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.SGD,
+        lambda groups: torch.optim.SGD(groups, momentum=0.9),
+        lambda groups: torch.optim.SGD(groups, momentum=0.9, nesterov=True),
+        torch.optim.RMSprop,
+        torch.optim.RAdam,
+        torch.optim.Adadelta,
+    ],
+)
+def test_an_optimiser_of_another_kind_is_refused(make):
+    """Where a group takes Adam's options silently; what the message names does it."""
+    guide, loss, target = started({"z": 0.4}, steps=60)
+    others = nn.Linear(2, 2)
+    groups = [
+        {"params": list(others.parameters()), "lr": 0.1},
+        {"params": guide.locations(), **target.optimiser_options},
+    ]
+    with pytest.raises(ValueError, match=r"Expected Adam or AdamW .* were moved by .*; train guide\.locations\(\) by"):
+        train(guide, loss, target, 60, make(groups))
+    guide, loss, target = started({"z": 0.4}, steps=60)
+    train(guide, loss, target, 60, torch.optim.Adam(guide.locations(), **target.optimiser_options))
+    assert target.report().of_budget == pytest.approx(1)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax])
+def test_optimisers_like_adam_are_taken(make):
+    """Also after steps that a gradient scaler skips, and at a rate that a schedule halves."""
+    guide, loss, target = started({"z": 0.4}, steps=60)
+    optimiser = make([{"params": guide.locations(), **target.optimiser_options}])
+    for step in range(60):
+        optimiser.zero_grad()
+        loss().backward()
+        target.add_gradient()
+        optimiser.param_groups[0]["lr"] = target.gate_learning_rate / (1 + (step % 2))
+        if step != target.start:
+            optimiser.step()
+        target.ascend()
+    assert target.report().of_budget == pytest.approx(1)
 
 
 def test_the_scale_of_the_loss_does_not_matter():

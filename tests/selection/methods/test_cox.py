@@ -80,14 +80,12 @@ def test_published_example(ties, best):
 
 
 def test_predictors_far_apart():
-    """Nothing under- or overflows; derivatives stay finite, and a warning says that they are too small."""
+    """Nothing under- or overflows, and derivatives stay finite."""
     time, event = torch.arange(1.0, 5.0), torch.ones(4, dtype=torch.bool)
     likelihood = CoxLikelihood(time, event, True)
     eta = torch.tensor([[0.0], [-2e3], [1e3], [-3e3]], dtype=torch.float64)[None]
     torch.testing.assert_close(likelihood.value(eta)[0], torch.tensor(-1e3 - 3e3).double())
-    with pytest.warns(UserWarning, match=r"Log risks differ by more than 700.*set a smaller slab_scale"):
-        assert all(part.isfinite().all() for part in likelihood.derivatives(eta))
-    likelihood.derivatives(eta / 10)
+    assert all(part.isfinite().all() for part in likelihood.derivatives(eta))
 
 
 def survival(n=40, seed=3):
