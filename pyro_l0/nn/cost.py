@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import accumulate
@@ -14,13 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0.nn.calls import record_called
-from pyro_l0.nn.engine.analysis import Analysis, analyse
+from pyro_l0.nn.engine.analysis import LAST, Analysis, analyse
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
 from pyro_l0.nn.engine.maps import Axis, Index, Maps
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
-from pyro_l0.nn.engine.record import Example, Recording
+from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
 from pyro_l0.nn.engine.statements import TRUE, Clause, NormalForms, TruthTables
 from pyro_l0.nn.fixed import check_value
 from pyro_l0.nn.gate import gate_names
@@ -298,11 +302,11 @@ class ClosedUnits:
         alone = [{starts[site] + unit} for site, unit in self._units]
         return TruthTables([set(), *alone, *(together[same[site][unit]] for site, unit in self._units)])
 
-    def _left(self, products: Iterable[Iterable[Axis]]) -> Index:
+    def _left(self, products: _Products) -> Index:
         """By case, a sum over products of numbers of entries that stay."""
         sizes: dict[int, Index] = {}
         total = np.zeros(1 + 2 * len(self._units), dtype=np.int64)
-        for axes in products:
+        for _, axes in products:
             for axis in axes:
                 if axis.dimension not in sizes:
                     sizes[axis.dimension] = self._dependencies.statements.count(self._dependencies.remaining(axis))
@@ -325,14 +329,31 @@ class ClosedUnits:
                 yield site, unit, front, behind and not call.is_whole
 
 
-def _weights(maps: Maps) -> list[list[Axis]]:
+_Products = list[tuple[Value | Operation, Sequence[Axis]]]
+"""Dimensions whose sizes multiply to a number of weights or multiply-adds, with what these are of."""
+
+
+def _weights(maps: Maps) -> _Products:
     """The dimensions of each weight, without biases."""
-    return [maps.axes[x] for x in dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())]
+    roots = dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())
+    return [(value, maps.axes[value]) for value in roots]
 
 
-def _multiply_adds(maps: Maps) -> list[tuple[Axis, ...]]:
+def _multiply_adds(maps: Maps) -> _Products:
     """The dimensions whose sizes multiply to multiply-adds, of all examples together."""
-    return [product.axes for product in maps.products]
+    return [(product.operation, product.axes) for product in maps.products]
+
+
+def _parameters(maps: Maps) -> _Products:
+    """The dimensions of each parameter that was used."""
+    used = dict.fromkeys(maps.recording.named[x] for x in _own(maps.recording) if x in maps.recording.named)
+    return [(value, maps.axes[value]) for value in used]
+
+
+def _own(recording: Recording) -> dict[str, nn.Parameter]:
+    """The parameters of a network but for those of its gates, by name."""
+    of_gates = {p for gate in gate_names(recording.network).values() for p in gate.parameters()}
+    return {name: p for name, p in recording.network.named_parameters() if p not in of_gates}
 
 
 def _examples(recording: Recording) -> int:
@@ -402,20 +423,21 @@ class NetworkCost:
     """
 
     def __init__(self, network: nn.Module, example: Example) -> None:
-        self._recording = record_called(network, example)
+        with FlopCounterMode(display=False) as counter:
+            self._recording = record_called(network, example)
         self.sizes = {name: gate.size for name, gate in gate_names(network).items()}
         self._dependencies = find_dependencies(self._recording, lambda _: NormalForms([*self.sizes.values()]))
-        maps = self._dependencies.maps
+        maps, own = self._dependencies.maps, _own(self._recording)
+        unused = sum(p.numel() for name, p in own.items() if name not in self._recording.named)
         self._weights = _Count(self._dependencies, _weights(maps), 1)
         self._macs = _Count(self._dependencies, _multiply_adds(maps), _examples(self._recording))
-        of_gates = {p for gate in gate_names(network).values() for p in gate.parameters()}
-        named = {name: p for name, p in network.named_parameters() if p not in of_gates}
-        used = dict.fromkeys(maps.recording.named[name] for name in named if name in maps.recording.named)
-        unused = sum(p.numel() for name, p in named.items() if name not in maps.recording.named)
-        self._parameters = _Count(self._dependencies, [maps.axes[value] for value in used], 1, unused)
+        self._parameters = _Count(self._dependencies, _parameters(maps), 1, unused)
         self.total_weights = self._weights.total
         self.total_parameters = self._parameters.total
         self.total_macs = self._macs.total
+        _agree("parameters", "the network", self.total_parameters, sum(p.numel() for p in own.values()))
+        _compare_with_torch(maps, int(counter.get_total_flops()) // 2)
+        self._check_cuts()
         self._group_sizes = self._per_unit(find_readers(maps))
         for call in maps.gates:
             if call.is_whole:
@@ -447,21 +469,18 @@ class NetworkCost:
             active: by site, P(z != 0) of each gate (for the expectation) or ``(z != 0).float()`` (for a given
                 network), shape ``(size,)``.
         """
-        self._check(active)
-        return self._weights(active)
+        return self._count(self._weights, active)
 
     def macs(self, active: Mapping[str, Tensor]) -> Tensor:
         """Multiply-adds left per example, shape ``()``; arguments as in :meth:`weights`."""
-        self._check(active)
-        return self._macs(active)
+        return self._count(self._macs, active)
 
     def parameters(self, active: Mapping[str, Tensor]) -> Tensor:
         """Parameters left, shape ``()``; arguments as in :meth:`weights`.
 
         Biases and parameters of norms count, biases that compaction adds for constants do not.
         """
-        self._check(active)
-        return self._parameters(active)
+        return self._count(self._parameters, active)
 
     def report(self) -> Report:
         """The units that stay even if their gates close, and why.
@@ -480,6 +499,42 @@ class NetworkCost:
             sizes[use.site] += len(use.units) * use.each / self.sizes[use.site]
         return sizes
 
+    def _count(self, count: _Count, active: Mapping[str, Tensor]) -> Tensor:
+        """An expected count; where a statement is not proven, that of given gates is found from what they leave."""
+        self._check(active)
+        total = count(active)
+        if self._dependencies.statements.is_proven or torch._C._are_functorch_transforms_active():
+            return total
+        values = torch.cat([active[site].detach().cpu() for site in self.sizes])
+        if bool(((values != 0) & (values != 1)).any()):
+            return total
+        closed = set(torch.nonzero(values == 0).flatten().tolist())
+        left = find_dependencies(self._recording, lambda _: TruthTables([closed]))
+        stays = np.array([left.statements.holds(x, 0) for x in left.stays.tolist()], dtype=np.bool_)
+        return total + (count.left(lambda axis: int(stays[left.units[axis.dimension]].sum())) - total.detach())
+
+    def _check_cuts(self) -> None:
+        """Compare what stays with all gates open, and with some closed at random, with what can leave the network."""
+        number, gates = sum(self.sizes.values()), iter(range(sum(self.sizes.values())))
+        of_site = {site: [next(gates) for _ in range(size)] for site, size in self.sizes.items()}
+        closed = np.random.default_rng(0).random(number) < min(0.3, 2 / max(len(self.sizes), 1))
+        for each in (closed & False, closed):
+            cut = {site: torch.from_numpy(each[found]) for site, found in of_site.items()}
+            analysis = analyse(self._recording, cut, {site: torch.ones(size) for site, size in self.sizes.items()})
+            found = self._dependencies.statements.holds(self._dependencies.stays.tolist(), set(np.flatnonzero(~each)))
+            stays = np.array([found[x] for x in self._dependencies.stays.tolist()], dtype=np.bool_)
+            is_more = bool(analysis.maps.pinned_entries) or LAST in analysis.solution.texts  # than the gates need
+            for what, count, products in (
+                ("weights", self._weights, _weights(analysis.maps)),
+                ("multiply-adds", self._macs, _multiply_adds(analysis.maps)),
+                ("parameters", self._parameters, _parameters(analysis.maps)),
+            ):
+                own = count.sizes(lambda axis: int(stays[self._dependencies.units[axis.dimension]].sum()))  # noqa: B023
+                count.known.append((what, {site: (~mask).double() for site, mask in cut.items()}, own))
+                for size, (source, axes) in zip(own, products, strict=True):
+                    left = math.prod(map(analysis.solution.size, axes))
+                    _agree(what, source, size, size if is_more and size < left else left)
+
     def _check(self, active: Mapping[str, Tensor]) -> None:
         if not isinstance(active, Mapping) or active.keys() != self.sizes.keys():
             got = sorted(map(str, active)) if isinstance(active, Mapping) else repr(active)
@@ -490,26 +545,81 @@ class NetworkCost:
             check_value(name, self.sizes[name], value, 1e-3 if is_read else None)
 
 
+def _agree(what: str, source: Value | Operation | str, count: float, right: float) -> None:
+    """Refuse a count that is not that of the network."""
+    if count != right:
+        if isinstance(source, Value):
+            source = repr(source.names[0]) if source.names else "a computed weight"
+        elif isinstance(source, Operation):
+            source = f"{source.name.removeprefix('aten::')} in {source.path or 'the network'}"
+        raise ValueError(
+            f"Expected to count the {right:,.0f} {what} of {source}, but got {count:,.0f}. "
+            "Please report it with the network, and take a cost of your own meanwhile."
+        )
+
+
+def _compare_with_torch(maps: Maps, total: int) -> None:
+    """Refuse multiply-adds that torch's counter counts otherwise; it has no formula for some operations."""
+    own = Counter[Operation]()
+    for product in maps.products:
+        own[product.operation] += math.prod(axis.size for axis in product.axes)
+    if total != sum(own.values()):
+        for operation in maps.recording.operations:
+            is_product = len([x for x in operation.inputs if x.rank > 1]) > 1
+            counted = _count_by_torch(operation) if is_product else 0
+            _agree("multiply-adds", operation, own[operation], counted or own[operation])
+
+
+def _count_by_torch(operation: Operation) -> int:
+    given = tree_map_only(Value, lambda x: x.tensor.detach().to("meta"), (operation.args, operation.kwargs))
+    with FlopCounterMode(display=False) as counter, suppress(Exception):  # not all run without numbers
+        operation.function(*given[0], **given[1])
+    return int(counter.get_total_flops()) // 2
+
+
 class _Count:
     """A sum over products of numbers of entries that stay, by the dimensions of each product.
 
     It is divided by ``per``, and ``more`` comes to it whatever leaves.
     """
 
-    def __init__(
-        self, dependencies: Dependencies[NormalForms], products: Iterable[Iterable[Axis]], per: int, more: int = 0
-    ) -> None:
+    def __init__(self, dependencies: Dependencies[NormalForms], products: _Products, per: int, more: int = 0) -> None:
         self._dependencies = dependencies
-        self._products = [list(axes) for axes in products]
+        self._products = [list(axes) for _, axes in products]
         self._per = per
         self._more = more
-        total = more + sum(math.prod(axis.size for axis in axes) for axes in self._products)
+        total = more + sum(self.sizes(lambda axis: axis.size))
         self.total = total // per if total % per == 0 else total / per
         self._histograms: dict[int, tuple[dict[int, int], tuple[Clause, ...]]] = {}
+        self.known: list[tuple[str, dict[str, Tensor], list[int]]] = []  # products of some gates, for comparison
+
+    def sizes(self, size: Callable[[Axis], int]) -> list[int]:
+        """The products, from the number of entries that stay of each dimension."""
+        return [math.prod(map(size, axes)) for axes in self._products]
+
+    def left(self, size: Callable[[Axis], int]) -> float:
+        """The sum, from the number of entries that stay of each dimension."""
+        return self._total(self.sizes(size))
+
+    def _total(self, sizes: list[int]) -> float:
+        return (sum(sizes) + self._more) / self._per
 
     def __call__(self, active: Mapping[str, Tensor]) -> Tensor:
         """The expected sum, shape ``()``."""
-        expectations, terms, constant = self._compiled
+        total = self._sum(*self._compiled, active)
+        while self.known:  # at the first call
+            what, given, sizes = self.known.pop()
+            found, right = float(self._sum(*self._compiled, given)), self._total(sizes)
+            _agree(what, "the network", right if math.isclose(found, right) else found, right)
+        return total
+
+    def _sum(
+        self,
+        expectations: Expectations,
+        terms: dict[tuple[int, ...], float],
+        constant: float,
+        active: Mapping[str, Tensor],
+    ) -> Tensor:
         like = next(iter(active.values()), torch.zeros(()))
         sums = expectations(active)
         total = like.new_full((), constant)

@@ -37,7 +37,7 @@ from pyro_l0.nn.gate import gate_names
 
 _NETWORK_INPUT, _NETWORK_OUTPUT = "network input", "network output"
 _IN_A_PRODUCT = "its dimension is a product of others, such as heads and features, and none of them can leave"
-_LAST = "the last of its dimension"
+LAST = "the last of its dimension"
 _GIVEN = NormalForms([])  # of given gates: all statements are true or false
 
 
@@ -134,7 +134,7 @@ class Solution:
             if len(units) and not self.stays[units].any()
         }
         for key, units in empty.items():
-            self._keep(units if key in factors and not is_gated[units].any() else units[:1], _LAST)
+            self._keep(units if key in factors and not is_gated[units].any() else units[:1], LAST)
         return bool(empty)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
+from heapq import heapify, heappop, heappush
+from itertools import combinations
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -132,11 +136,13 @@ class Presence:
         found = np.full((2, axis.size), FALSE)
         if rest and all(link.target_entries is None for link in links):
             found = self._together(operation, rest).repeat(axis.size, axis=1)
-            found = _without_indices(found, rest)
+            found = _without_factors(found, rest)
         for link in links:
             each = _spread(link, self.known[link.source])
             of_link = [x for x in linked if any(link.source is axis for axis in self.maps.axes[x])]
-            found = self.statements.some_each(found, _without_indices(each, of_link))
+            found = self.statements.some_each(found, _without_factors(each, of_link))
+        if operation.name == "aten::glu":  # the last link is from the half that makes its zeros
+            found[NONZERO] = _spread(links[-1], self.known[links[-1].source])[NONZERO]
         read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
         if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
             found[VARYING] = self.statements.some_of(found[VARYING])
@@ -166,9 +172,9 @@ def _rows(axis: Axis) -> Index:
     return np.where(np.stack([axis.kinds != ZERO, axis.kinds == VARIES]), np.int64(TRUE), np.int64(FALSE))
 
 
-def _without_indices(entries: Index, values: Iterable[Value]) -> Index:
-    """Statements of a result that is zero with closed gates, so that indices, which are always there, add nothing."""
-    if any(value.dtype.is_floating_point or value.dtype.is_complex for value in values):
+def _without_factors(entries: Index, values: Iterable[Value]) -> Index:
+    """Statements of a result that is zero with closed gates: indices and parameters, always there, add nothing."""
+    if any(not value.names and (value.dtype.is_floating_point or value.dtype.is_complex) for value in values):
         return entries
     return np.stack([np.where(entries[NONZERO] == TRUE, FALSE, entries[NONZERO]), entries[VARYING]])
 
@@ -238,52 +244,120 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
 
 
 class _Remaining:
-    """By unit, the statement that it stays, as far as it is known."""
+    """By unit, the statement that it stays.
+
+    Gates and boxes tell a unit what is known of others that it belongs with, without what it told them itself: nothing
+    comes back, except where boxes make a ring.
+    """
 
     def __init__(self, statements: Statements, units: list[Index], count: int) -> None:
         self.statements, self.units = statements, units
         self.stays: Index = np.full(count, FALSE)
-        self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}
 
-    def add(self, units: Index, entries: Index) -> bool:
-        """Units stay if statements hold; return whether that is new for some."""
+    def add(self, units: Index, entries: Index) -> None:
+        """Units stay if statements hold."""
         new = np.flatnonzero((entries != FALSE) & (self.stays[units] != TRUE))
-        pairs = zip(units[new].tolist(), entries[new].tolist(), strict=True)
-        return bool(np.any([self._raise(unit, statement) for unit, statement in pairs]))
+        for unit, statement in zip(units[new].tolist(), entries[new].tolist(), strict=True):
+            self.stays[unit] = self.statements.some((int(self.stays[unit]), statement))
 
     def solve(self, maps: Maps, gates: dict[str, Index]) -> None:
         """Open gates have one unit in front and behind, and an entry of a box stays iff all its factors do."""
-        boxes = maps.distinct_boxes(self.units)
-        calls = [(gates[x.site], self.units[x.front.dimension], self.units[x.behind.dimension]) for x in maps.gates]
-        passed = dict.fromkeys(units for call in calls for units in zip(*(x.tolist() for x in call), strict=True))
-        is_changed = True
-        while is_changed:
-            is_changed = bool(np.any([self._pass(*units) for units in (*passed, *reversed(passed))]))
-            for factors, flat in boxes:
-                is_changed |= self._fit(factors, flat)
+        order = self._order(maps, gates)
+        linked = np.array([unit for unit, _ in order], dtype=np.int64)
+        boxes = [_Box(*box, np.full(len(self.stays), FALSE)) for box in maps.distinct_boxes(self.units)]
+        touching = defaultdict[int, list[_Box]](list)
+        for box in boxes:
+            for unit in (unit for units in (*box.factors, box.flat) for unit in units.tolist()):
+                touching[unit].append(box)
+        for found in touching.values():
+            for box in found if len(found) > 1 else ():
+                box.beside.update((other, None) for other in found if other is not box or found.count(box) > 1)
+        told = np.full(len(self.stays), FALSE)  # by gates
+        is_new = True
+        while is_new:
+            told[linked] = self._pass(order, self._known(linked, boxes))
+            is_new = bool(np.any([self._fit(box, told) for box in boxes]))
+        self.stays[linked] = self._known(linked, boxes, told)
+        for box in boxes:
+            for units in (*box.factors, box.flat):
+                self.stays[units] = self._known(units, {box: None, **box.beside}, told)
 
-    def _raise(self, unit: int, statement: int) -> bool:
-        before = int(self.stays[unit])
-        if self.statements.implies(statement, before):
-            return False
-        self.stays[unit] = self.statements.some((before, statement))
-        return True
+    def _known(self, units: Index, boxes: Iterable[_Box], told: Index | None = None) -> Index:
+        """What is known of units by themselves, by some boxes and by gates."""
+        found = [self.stays[units], *(box.told[units] for box in boxes), *([] if told is None else [told[units]])]
+        return reduce(self.statements.some_each, found)
 
-    def _pass(self, gate: int, front: int, behind: int) -> bool:
-        """One unit in front of an open gate and behind it."""
-        known = int(self.stays[front]), int(self.stays[behind])
-        if front == behind or self._seen.get((gate, front, behind)) == known:
-            return False
-        is_changed = self._raise(front, self.statements.both(gate, known[1]))
-        is_changed |= self._raise(behind, self.statements.both(gate, int(self.stays[front])))
-        self._seen[gate, front, behind] = int(self.stays[front]), int(self.stays[behind])
-        return is_changed
+    def _order(self, maps: Maps, gates: dict[str, Index]) -> list[tuple[int, dict[int, int]]]:
+        """The units that gates link, with those that come later and that are linked with them by what has to be open.
 
-    def _fit(self, factors: list[Index], flat: Index) -> bool:
+        Those with the fewest links come first, and then link all that they were linked with: elimination.
+        """
+        links = defaultdict[int, dict[int, int]](dict)
+
+        def link(one: int, other: int, way: int) -> None:
+            if one != other:
+                links[one][other] = links[other][one] = self.statements.some((links[one].get(other, FALSE), way))
+
+        for call in maps.gates:
+            sides = (self.units[axis.dimension].tolist() for axis in (call.front, call.behind))
+            for one, other, gate in zip(*sides, gates[call.site].tolist(), strict=True):
+                link(one, other, gate)
+        order, waiting = [], [(len(others), unit) for unit, others in links.items()]
+        heapify(waiting)
+        while waiting:
+            number, unit = heappop(waiting)
+            if number == len(links.get(unit, ())):
+                others = links.pop(unit)
+                order.append((unit, others))
+                for other in others:
+                    del links[other][unit]
+                for one, other in combinations(others, 2):
+                    link(one, other, self.statements.both(others[one], others[other]))
+                for other in others:
+                    heappush(waiting, (len(links[other]), other))
+        return order
+
+    def _pass(self, order: list[tuple[int, dict[int, int]]], known: Index) -> list[int]:
+        """What units hear of those on the other sides of open gates, from what is known of each."""
+        heard = {unit: {unit: statement} for (unit, _), statement in zip(order, known.tolist(), strict=True)}
+        for unit, others in order:
+            found = self.statements.some(heard[unit].values())
+            for other, way in others.items():
+                heard[other][unit] = self.statements.both(way, found)
+        for unit, others in reversed(order):
+            for other, way in others.items():
+                found = self.statements.some(x for source, x in heard[other].items() if source != unit)
+                heard[unit][other] = self.statements.both(way, found)
+        return [
+            self.statements.some(x for source, x in found.items() if source != unit) for unit, found in heard.items()
+        ]
+
+    def _fit(self, box: _Box, told: Index) -> bool:
         """A factor's entry stays if a combination that it takes part in does, and a combination if all its entries."""
-        entries = self.stays[flat.reshape([len(units) for units in factors])]
-        is_changed = False
-        for dim, units in enumerate(factors):
-            rows = np.moveaxis(entries, dim, 0).reshape(len(units), -1)
-            is_changed |= self.add(units, self.statements.some_of_each(rows))
-        return self.add(flat, self.statements.outer([self.stays[units] for units in factors]).ravel()) or is_changed
+        shape = [len(units) for units in box.factors]
+        flat = self._known(box.flat, box.beside, told).reshape(shape)
+        rows = [np.moveaxis(flat, dim, 0).reshape(size, -1) for dim, size in enumerate(shape)]
+        some = list(map(self.statements.some_of_each, rows))
+        own = [self._known(units, box.beside, told) for units in box.factors]
+        is_changed = [self._tell(box, units, entries, told) for units, entries in zip(box.factors, some, strict=True)]
+        every = self.statements.outer(list(map(self.statements.some_each, own, some)))
+        return self._tell(box, box.flat, every.ravel(), told) or any(is_changed)
+
+    def _tell(self, box: _Box, units: Index, entries: Index, told: Index) -> bool:
+        """Let a box say that units stay if statements hold; return whether that is new for some."""
+        known, is_new = self._known(units, {box: None, **box.beside}, told), False
+        for number in np.flatnonzero((entries != FALSE) & (known != entries)).tolist():
+            if not self.statements.implies(int(entries[number]), int(known[number])):
+                unit, is_new = units[number], True
+                box.told[unit] = self.statements.some((int(box.told[unit]), int(entries[number])))
+        return is_new
+
+
+@dataclass(frozen=True, eq=False)
+class _Box:
+    """The units of a box, what it tells them, and those that have some of them as well."""
+
+    factors: list[Index]
+    flat: Index
+    told: Index
+    beside: dict[_Box, None] = field(default_factory=dict)

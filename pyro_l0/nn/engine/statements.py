@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import reduce
 
 import numpy as np
@@ -16,7 +18,8 @@ __all__ = ["FALSE", "TRUE", "Clause", "Needs", "NormalForms", "Statements", "Tru
 
 Clause = frozenset[int]
 TRUE, FALSE = 0, 1
-_CASES = 2048
+_CASES = 512  # at random, which spare searches for a proof that would fail
+_LEAST = 16  # of a statement that is not proven to imply another
 
 
 class Statements(ABC):
@@ -39,7 +42,7 @@ class Statements(ABC):
 
     @abstractmethod
     def implies(self, one: int, other: int) -> bool:
-        """Whether one statement holds in no case, of all or of many, in which the other does not."""
+        """Whether no case, of all or of many, shows that one statement holds without the other."""
 
     def every(self, statements: Iterable[int]) -> int:
         """That all of several statements hold."""
@@ -95,8 +98,8 @@ class NormalForms(Statements):
 
     A literal is an open gate or, numbered behind the gates, another statement: written out, a disjunction of long
     conjunctions would have too many clauses. Absorption leaves out every clause that is seen to follow from another.
-    Statements of the same clauses have one number; whether others hold in the same cases, ``implies`` says.
-    ``sizes`` are the numbers of gates of each site.
+    Statements of the same clauses have one number. What follows is proven part by part, as in a free lattice; what no
+    random case refutes may also follow otherwise, which ``is_proven`` says. ``sizes`` are each site's numbers of gates.
 
     Example:
         >>> statements = NormalForms([2])
@@ -116,9 +119,15 @@ class NormalForms(Statements):
         self._some: dict[frozenset[int], int] = {}
         self._literals: dict[int, int] = {}
         self._with_clause: dict[Clause, set[int]] = {}  # literals of statements that have it
-        self._literal_cases = dict(enumerate(_cases(sizes)))  # of the gates; of others when they are asked for
-        self._cases: dict[Clause, int] = {}
+        self.is_proven = True  # whether what no case refuted was also proven, each time
+        self._random = random.Random(0)
+        self._gate_cases = _cases(sizes)
+        self._clause_cases: dict[Clause, int] = {}
+        self._cases: dict[int, int] = {}  # by statement
         self._implied: dict[Clause, tuple[set[Clause], set[Clause]]] = {}  # what was asked about a clause, and yes
+        self._entailed: dict[Clause, dict[int, bool]] = {}  # the same by statements
+        self._gates_of: dict[int, list[int]] = {}
+        self._by_gate: dict[Clause, dict[int, list[int]]] = {}  # its literals by one of the gates that they need
 
     def clauses(self, statement: int) -> tuple[Clause, ...]:
         """The clauses of a statement, none of which follows from another."""
@@ -153,26 +162,49 @@ class NormalForms(Statements):
         if len(given) < 2:
             return next(iter(given), FALSE)
         if given not in self._some:
-            self._some[given] = self._disjunction([self._clauses[x] for x in sorted(given)])
+            parts = sorted(given)
+            if len(parts) == 2 and self._implies(*parts):
+                self._some[given] = parts[1]
+            elif len(parts) == 2 and self._implies(*reversed(parts)):
+                self._some[given] = parts[0]
+            else:
+                self._some[given] = self._disjunction([self._clauses[x] for x in parts])
         return self._some[given]
 
     def implies(self, one: int, other: int) -> bool:
-        """Whether one statement holds in none of many cases, drawn at random, in which the other does not."""
-        return not self._cases_with(one) & ~self._cases_with(other)
+        if self._cases_with(one) & ~self._cases_with(other):
+            return False
+        if not self._implies(one, other):
+            if not all(self.holds([other], self._least(one))[other] for _ in range(_LEAST)):
+                return False
+            self.is_proven = False
+        return True
 
-    def _cases_with(self, statement: int) -> int:
-        """The cases in which a statement holds, a bit for each."""
-        return reduce(int.__and__, map(self._cases_of, self._clauses[statement]), (1 << _CASES) - 1)
+    def _least(self, statement: int) -> set[int]:
+        """Few gates, drawn at random, that make a statement hold if they alone are open."""
+        found, waiting = set[int](), [statement]
+        while waiting:
+            for clause in self._clauses[waiting.pop()]:
+                literal = self._random.choice(sorted(clause))
+                if literal < self._gates:
+                    found.add(literal)
+                else:
+                    waiting.append(self.of_literals[literal - self._gates])
+        return found
 
-    def _cases_of(self, clause: Clause) -> int:
-        if clause not in self._cases:
-            self._cases[clause] = reduce(int.__or__, map(self._cases_of_literal, clause), 0)
-        return self._cases[clause]
+    def holds(self, statements: Iterable[int], opened: Set[int]) -> dict[int, bool]:
+        """Whether each of some statements holds if these gates alone are open."""
+        found = dict[int, bool]()
 
-    def _cases_of_literal(self, literal: int) -> int:
-        if literal not in self._literal_cases:
-            self._literal_cases[literal] = self._cases_with(self.of_literals[literal - self._gates])
-        return self._literal_cases[literal]
+        def find(statement: int) -> bool:
+            if statement not in found:
+                found[statement] = all(
+                    any(x in opened if x < self._gates else find(self.of_literals[x - self._gates]) for x in clause)
+                    for clause in self._clauses[statement]
+                )
+            return found[statement]
+
+        return {statement: find(statement) for statement in statements}
 
     def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
         """One of several statements: what all have in common, and one of what else there is to each."""
@@ -232,33 +264,84 @@ class NormalForms(Statements):
     def _of_literal(self, literal: int) -> tuple[Clause, ...]:
         return self._clauses[self.of_literals[literal - self._gates]]
 
+    def _implies(self, one: int, other: int) -> bool:
+        """Whether a statement is seen to follow from another: each clause of it does.
+
+        That is proven part by part; cases only spare what must fail.
+        """
+        own = self._clauses[one]
+        return not self._cases_with(one) & ~self._cases_with(other) and all(
+            clause in own or self._entails(one, clause) for clause in self._clauses[other]
+        )
+
+    def _entails(self, one: int, clause: Clause) -> bool:
+        """Whether a clause is seen to follow from a statement: from a clause of that, or one of its literals does."""
+        known = self._entailed.setdefault(clause, {})
+        if one not in known:
+            known[one] = any(
+                self._implies(one, self.of_literals[literal - self._gates]) for literal in self._candidates(one, clause)
+            ) or self._follows(clause, frozenset(self._clauses[one]))
+        return known[one]
+
+    def _candidates(self, one: int, clause: Clause) -> Iterator[int]:
+        """The literals of a clause that may follow from a statement: these need no gate that it does not need."""
+        if clause not in self._by_gate:
+            index = defaultdict[int, list[int]](list)
+            self._by_gate[clause] = index
+            for literal in (x for x in clause if x >= self._gates):
+                index[self._needed(self.of_literals[literal - self._gates])[0]].append(literal)
+        found = self._by_gate[clause]
+        return (literal for gate in self._needed(one) for literal in found.get(gate, ()))
+
+    def _needed(self, statement: int) -> list[int]:
+        """The gates that are clauses of a statement, and -1."""
+        if statement not in self._gates_of:
+            single = (gate for clause in self._clauses[statement] if len(clause) == 1 for gate in clause)
+            self._gates_of[statement] = [*single, -1]
+        return self._gates_of[statement]
+
     def _follows(self, clause: Clause, others: Set[Clause]) -> bool:
+        """Whether a clause is seen to follow from one of others: from each literal of that."""
         asked, implying = self._implied.setdefault(clause, (set(), set()))
         new = others - asked
         asked |= new
-        implying.update(other for other in new if self._implies(other, clause))
+        implying.update(other for other in new if self._is_within(other, clause))
         return not implying.isdisjoint(others)
 
-    def _implies(self, one: Clause, other: Clause) -> bool:
-        """Whether each literal of a clause is one of another clause, or stands for a statement that implies it."""
-        if len(one) > 8:  # long ones are rarely worth checking
+    def _is_within(self, one: Clause, other: Clause) -> bool:
+        if len(one) < 2 or one <= other:
             return one <= other
-        return all(
-            literal in other
-            or (literal >= self._gates and any(self._implies(x, other) for x in self._of_literal(literal)))
-            for literal in one
+        return not self._cases_of(one) & ~self._cases_of(other) and all(
+            x in other or (x >= self._gates and self._entails(self.of_literals[x - self._gates], other)) for x in one
         )
+
+    def _cases_with(self, statement: int) -> int:
+        """The cases in which a statement holds, a bit for each."""
+        if statement not in self._cases:
+            held = map(self._cases_of, self._clauses[statement])
+            self._cases[statement] = reduce(int.__and__, held, (1 << _CASES) - 1)
+        return self._cases[statement]
+
+    def _cases_of(self, clause: Clause) -> int:
+        if clause not in self._clause_cases:
+            held = (
+                self._gate_cases[x] if x < self._gates else self._cases_with(self.of_literals[x - self._gates])
+                for x in clause
+            )
+            self._clause_cases[clause] = reduce(int.__or__, held, 0)
+        return self._clause_cases[clause]
 
 
 def _cases(sizes: Sequence[int]) -> list[int]:
     """For each gate, in which cases it is open, a bit for each.
 
-    Of some sites, from few to most, few or no gates are open, of the others many.
+    Of some sites, from few to most, few or no gates are open, of the others many; in a quarter of the cases, nearly all.
     """
     rng = np.random.default_rng(0)
     shape = len(sizes), _CASES
     few = np.array(sizes)[:, np.newaxis] ** -rng.uniform(0, 1.5, shape)
     shares = np.where(rng.random(shape) < rng.random(_CASES) ** 3, few, rng.uniform(0.3, 1, shape))
+    shares[:, : _CASES // 4] = 1 - float(1 + sum(sizes)) ** -rng.uniform(0, 1, _CASES // 4)
     parts = [np.packbits(rng.random((size, _CASES)) < share, axis=1) for size, share in zip(sizes, shares, strict=True)]
     return [int.from_bytes(row.tobytes(), "big") for part in parts for row in part]
 
