@@ -390,6 +390,10 @@ class NetworkCost:
     are expectations under independent gates, and the numbers of units that a layer reads and writes count as
     independent. Weights that several layers share count once.
 
+    When it is made, its counts are compared: all multiply-adds with those of torch's counter, all parameters with
+    ``network.parameters()``, and what statements about gates leave, with all gates open and in one random cut, with the
+    sizes that compaction would give each tensor; at its first use, each formula with these.
+
     Args:
         network: any network with :class:`~pyro_l0.nn.Gate` or L0Gate layers.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
@@ -404,7 +408,8 @@ class NetworkCost:
         total_macs: multiply-adds per example with every gate open, of matrix products, convolutions and attention.
 
     Raises:
-        ValueError: a gate is never called or computes weights, or a gate value is missing, misshapen or outside [0, 1].
+        ValueError: a gate is never called or computes weights, a gate value is missing, misshapen or outside [0, 1], or
+            a count is not that of the network.
         TypeError: ``network`` is not a module, a gate value is not a tensor, or the example is of an integer type that
             the network does not take.
 
@@ -503,7 +508,8 @@ class NetworkCost:
         """An expected count; where a statement is not proven, that of given gates is found from what they leave."""
         self._check(active)
         total = count(active)
-        if self._dependencies.statements.is_proven or torch._C._are_functorch_transforms_active():
+        is_read = not (torch._C._are_functorch_transforms_active() or any(x.is_meta for x in active.values()))
+        if self._dependencies.statements.is_proven or not is_read:
             return total
         values = torch.cat([active[site].detach().cpu() for site in self.sizes])
         if bool(((values != 0) & (values != 1)).any()):

@@ -398,3 +398,35 @@ def test_heads_that_cannot_be_cut_are_refused():
     suggested = suggest_gates(network, torch.randn(2, 3, 8))
     assert suggested.heads == {}
     assert "without add_bias_kv" in suggested.refused["attention.out_proj"]
+
+
+def _into_flatten(*behind):
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), *behind), torch.randn(2, 2, 6, 6, dtype=torch.float64)
+
+
+FLATTENED = {
+    "flatten": lambda: _into_flatten(nn.Flatten(), nn.Linear(64, 3)),
+    "pool and flatten": lambda: _into_flatten(
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3)
+    ),
+    "pixel shuffle": lambda: _into_flatten(nn.Conv2d(4, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 3, 1)),
+    "flatten from the middle": lambda: _into_flatten(nn.Flatten(2), nn.Flatten(), nn.Linear(64, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FLATTENED)
+def test_the_parameters_of_a_location_are_those_that_shrink(name):
+    """Against the shapes of the network that one closed unit of it leaves."""
+    torch.manual_seed(0)
+    network, x = FLATTENED[name]()
+    network = network.double().eval()
+    suggestions = suggest_gates(network, x)
+    gated = insert_gates(network, suggestions)
+    sites = {gate: site for site, gate in gate_names(gated).items()}
+    whole = {key: value.shape for key, value in network.state_dict().items()}
+    assert suggestions.locations
+    for at in suggestions.locations:
+        gates = {site: torch.ones(gate.size).double() for gate, site in sites.items()}
+        gates[sites[at.gate]][1] = 0
+        small = compact(gated, gates, x).network.state_dict()
+        assert set(at.parameters) == {key for key, shape in whole.items() if small[key].shape != shape}

@@ -335,7 +335,7 @@ class NormalForms(Statements):
 def _cases(sizes: Sequence[int]) -> list[int]:
     """For each gate, in which cases it is open, a bit for each.
 
-    Of some sites, from few to most, few or no gates are open, of the others many; in a quarter of the cases, nearly all.
+    Of some sites, from few to most, few or no gates are open, of the others many; in a quarter of cases nearly all.
     """
     rng = np.random.default_rng(0)
     shape = len(sizes), _CASES

@@ -1,6 +1,6 @@
 """Costs of random networks against counts of what ``compact`` makes of them.
 
-``python tests/bench/pruning/fuzz_cost.py --cases 500 --seed 0`` takes about four minutes of one processor. A network is
+``python tests/bench/fuzz_cost.py --cases 500 --seed 0`` takes about four minutes of one processor. A network is
 a chain of random pieces: layers, layers of groups, depthwise layers in series, squeeze-and-excite, residual sums,
 concatenations, modules that are used twice, gated halves, norms, and a flatten at the end; it has gates behind pieces
 or where ``suggest_gates`` puts them. Six vectors of closed gates, from few to most, are drawn for each. The weights,
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
