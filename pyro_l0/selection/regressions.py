@@ -259,7 +259,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         given = np.asarray(y)
-        objects = enumerate(given.ravel() if given.dtype.kind == "O" else ())
+        objects = enumerate(given.ravel() if given.dtype.kind == "O" and y is not None else ())
         missing = [row for row, label in objects if label is None or is_scalar_nan(label) or is_pandas_na(label)]
         if missing:
             raise ValueError(
@@ -270,7 +270,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         if type_of_target(labels, input_name="y") == "continuous":
             raise ValueError(
                 f"Expected labels, but got numbers that are not whole, such as {labels[labels % 1 != 0][0]:g}; number "
-                "them in their order by np.unique(y, return_inverse=True)[1]."
+                "them in their order by np.unique(y, return_inverse=True)[1]. Unknown label type: continuous."
             )
         check_classification_targets(labels)
         self.classes_, numbers = np.unique(column_or_1d(labels), return_inverse=True)

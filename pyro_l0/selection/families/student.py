@@ -44,13 +44,13 @@ class Student(Family):
 
         If k of n are equal, an intercept fits them up to the scale s, and the density goes as s to the power of
         degrees (n - k) - k + 1. Unknown degrees can be as small as they like, but have hardly any weight there unless
-        half of the observations are equal.
+        more than half of the observations are equal.
         """
         degrees = self.degrees_of_freedom
         values, which = np.unique(y, return_inverse=True)
         equal = np.bincount(which, weight) * (intercept | (values == 0))
         k, n = equal.max(), weight.sum()
-        if (k > 2 and 2 * k >= n) if degrees is None else k - 1 - intercept >= degrees * (n - k):
+        if (k > 2 and 2 * k > n) if degrees is None else k - 1 - intercept >= degrees * (n - k):
             value = f"{values[equal.argmax()]:g}"
             raise ValueError(
                 f"Expected fewer equal values of y, less the offset, but {k:g} of {n:g} are {value}: the posterior is "
