@@ -524,24 +524,22 @@ class NetworkCost:
         number, gates = sum(self.sizes.values()), iter(range(sum(self.sizes.values())))
         of_site = {site: [next(gates) for _ in range(size)] for site, size in self.sizes.items()}
         closed = np.random.default_rng(0).random(number) < min(0.3, 2 / max(len(self.sizes), 1))
-        cut = {site: torch.from_numpy(closed[found]) for site, found in of_site.items()}
-        analysis = analyse(self._recording, cut, {site: torch.ones(size) for site, size in self.sizes.items()})
-        is_more = bool(analysis.maps.pinned_entries) or LAST in analysis.solution.texts  # stays than the gates need
-        for is_cut, gates_closed in ((False, closed & False), (True, closed)):
-            opened = set(np.flatnonzero(~gates_closed).tolist())
-            found = self._dependencies.statements.holds(self._dependencies.stays.tolist(), opened)
+        for each in (closed & False, closed):
+            cut = {site: torch.from_numpy(each[found]) for site, found in of_site.items()}
+            analysis = analyse(self._recording, cut, {site: torch.ones(size) for site, size in self.sizes.items()})
+            found = self._dependencies.statements.holds(self._dependencies.stays.tolist(), set(np.flatnonzero(~each)))
             stays = np.array([found[x] for x in self._dependencies.stays.tolist()], dtype=np.bool_)
-            given = {site: torch.from_numpy(~gates_closed[each]).double() for site, each in of_site.items()}
+            is_more = bool(analysis.maps.pinned_entries) or LAST in analysis.solution.texts  # than the gates need
             for what, count, products in (
                 ("weights", self._weights, _weights(analysis.maps)),
                 ("multiply-adds", self._macs, _multiply_adds(analysis.maps)),
                 ("parameters", self._parameters, _parameters(analysis.maps)),
             ):
                 own = count.sizes(lambda axis: int(stays[self._dependencies.units[axis.dimension]].sum()))  # noqa: B023
-                count.known.append((what, given, own))
+                count.known.append((what, {site: (~mask).double() for site, mask in cut.items()}, own))
                 for size, (source, axes) in zip(own, products, strict=True):
-                    left = math.prod(analysis.solution.size(axis) if is_cut else axis.size for axis in axes)
-                    _agree(what, source, size, size if is_cut and is_more and size < left else left)
+                    left = math.prod(map(analysis.solution.size, axes))
+                    _agree(what, source, size, size if is_more and size < left else left)
 
     def _check(self, active: Mapping[str, Tensor]) -> None:
         if not isinstance(active, Mapping) or active.keys() != self.sizes.keys():
