@@ -73,9 +73,12 @@ nitpick_ignore_regex = [
     (
         "py:class",
         r"pyro_l0\..*(State|GateChange|LayerFold|GatePosterior|JointDraws?|JointSample|Collapsed|Alignment|Stay|Loader|Record|Run"
-        r"|Evaluation|UnitProbs)",
+        r"|Evaluation|UnitProbs|Likelihood)",
     ),
-    ("py:class", r"(numpy\._typing|scipy\.sparse|torch\._C|lightning\.pytorch|transformers)\..*"),
+    (
+        "py:class",
+        r"(numpy\._typing|numpy\.random\._generator|scipy\.sparse|torch\._C|lightning\.pytorch|transformers)\..*",
+    ),
 ]
 intersphinx_mapping = write_inventories(Path(tempfile.mkdtemp()))
 

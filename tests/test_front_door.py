@@ -19,7 +19,7 @@ PACKAGES = {
     "pruning": "Training prune",
     "training": "Checkpoint epochs process_group",
     "selection": "NeuralFeatureSelector SpikeSlabBinomialRegressor SpikeSlabClassifier SpikeSlabCox "
-    "SpikeSlabMultiTaskRegressor "
+    "SpikeSlabGLM SpikeSlabMultiTaskRegressor "
     "SpikeSlabNegativeBinomial SpikeSlabOrdinal SpikeSlabPoissonRegressor SpikeSlabRegressor SpikeSlabRobust "
     "credible_sets",
 }
@@ -34,8 +34,8 @@ def test_names_of_a_package(package):
 
 
 def test_the_front_door_has_few_names():
-    """Eight of them are estimators for the different responses of regressions."""
-    assert len(set(pyro_l0.__all__).union(*NAMES.values())) <= 48
+    """Nine of them are estimators for the different responses of regressions, and one takes any other."""
+    assert len(set(pyro_l0.__all__).union(*NAMES.values())) <= 49
 
 
 def test_every_name_has_an_entry_in_the_docs():

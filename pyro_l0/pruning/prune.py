@@ -29,7 +29,7 @@ from pyro_l0.pruning.result import Note, Pruned, PruningReport, largest_unit, no
 from pyro_l0.pruning.run import Cut, Run
 from pyro_l0.training.epochs import Checkpoint, saved_entry, some_batches
 from pyro_l0.training.epochs import epochs as train_epochs
-from pyro_l0.training.processes import rank, share
+from pyro_l0.training.processes import in_first, rank, share
 
 _TIMED_FRACTION = 0.75  # of a budget of time, which the least network may take as measured
 Counted = Literal["macs", "weights", "parameters", "latency"]
@@ -136,7 +136,8 @@ def prune(
     trained = trained_modules(dense, loss, batch)  # before what takes longer
     gated = put_gates(given, example, gates, costs.suffice)
     at_home = tree_map_only(Tensor, lambda x: x.to(home), calls_of(example))
-    refuse_another(network, gated.network.to(home), at_home, None)
+    gated.network.to(home)
+    in_first(lambda: refuse_another(network, gated.network, at_home, None))  # whose network all processes train
     refuse_idle(gated.network.to(device), example)
     called = {name.rpartition(".")[0] for name in record_example(given, example).named}
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))

@@ -14,6 +14,7 @@ from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonR
 from pyro_l0.selection.responses import (
     SpikeSlabBinomialRegressor,
     SpikeSlabCox,
+    SpikeSlabGLM,
     SpikeSlabMultiTaskRegressor,
     SpikeSlabNegativeBinomial,
     SpikeSlabOrdinal,
@@ -25,6 +26,7 @@ __all__ = [
     "SpikeSlabBinomialRegressor",
     "SpikeSlabClassifier",
     "SpikeSlabCox",
+    "SpikeSlabGLM",
     "SpikeSlabMultiTaskRegressor",
     "SpikeSlabNegativeBinomial",
     "SpikeSlabOrdinal",

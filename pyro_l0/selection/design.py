@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pyro_l0.expect import expect
 from pyro_l0.maths.second_order import SparseColumns, shrunk
-from pyro_l0.selection.problem import PARTIAL, Draws, Family, Prior, Problem, SelectionPosterior
+from pyro_l0.selection.families.family import Family
+from pyro_l0.selection.problem import Draws, Prior, Problem, SelectionPosterior
 
 if TYPE_CHECKING:
     import pandas
@@ -155,23 +156,12 @@ def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
         )
 
 
-# Units of the slabs of logits, for features of unit deviation; those of log means are 1.
-_SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "ordinal": 2.0}
-# Whether finite observations are what a family takes, and what that is, where not all are.
-_Takes = tuple[Callable[[NDArray[np.float64]], NDArray[np.bool_]], str]
-_CLASSES: _Takes = (lambda y: (y >= 0) & (y == np.floor(y)), "whole numbers from 0")
-_COUNTS: _Takes = (lambda y: y >= 0, "numbers that are not negative")
-_TAKES: dict[str, _Takes] = {
-    "bernoulli": (lambda y: (y >= 0) & (y <= 1), "0 and 1, or shares between them"),
-    **{"categorical": _CLASSES, "ordinal": _CLASSES, "poisson": _COUNTS, "negative_binomial": _COUNTS},
-}
 # Sizes whose squares, and products of some of these, are finite in float64 and not zero.
 _LEAST, _MOST = 1e-60, 1e60
 # Of the deviation of y: less noise is hidden by the rounding of sums of squares, and the determinant of wider slabs
 # overflows.
 _LEAST_NOISE, _MOST_SLAB = 1e-7, 1e10
 _INTERCEPT = 10.0  # deviation of the intercept's prior, of the size of y or of logits and log means
-_DEVIATIONS = 1.4826  # standard deviations of a normal variable in its median absolute one
 
 
 class IntegratedOut(NamedTuple):
@@ -266,14 +256,13 @@ class Design:
 def make_design(
     x: ArrayLike,
     y: ArrayLike,
-    family: Family = "gaussian",
+    family: Family,
     *,
     rate: float | tuple[float, float] | NDArray[np.float64] | None = None,
     expected_size: float | None = None,
     always_in_scale: float | None = None,
     slab_scale: float | None = None,
     noise_scale: float | None = None,
-    degrees_of_freedom: float | None = None,
     standardize: bool = True,
     fit_intercept: bool = True,
     gate_of: NDArray[np.intp] | None = None,
@@ -281,7 +270,6 @@ def make_design(
     weight: NDArray[np.float64] | None = None,
     offset: NDArray[np.float64] | None = None,
     names: Sequence[str] = (),
-    outputs: int = 1,
 ) -> Design:
     """The problem of a regression with spike-and-slab coefficients.
 
@@ -290,8 +278,7 @@ def make_design(
 
     Args:
         x: features, shape ``(n, p)``; sparse ones, of a Gaussian regression, stay sparse.
-        y: observations, shape ``(n,)``: numbers, 0 or 1 or shares of ones, numbers of classes from 0, or counts; of a
-            multivariate regression ``(n, K)``.
+        y: observations, shape ``(n,)``, as the family takes them; of several responses ``(n, K)``.
         family: distribution of the observations.
         rate: this, and the five that follow, as for the estimators; a pair are the parameters of a Beta prior, and an
             array of shape ``(G,)`` has NaN where the rate is that of no rate.
@@ -299,7 +286,6 @@ def make_design(
         always_in_scale: for features of deviation 1, times the noise scale of a Gaussian regression.
         slab_scale: for features of deviation 1 if these are standardised.
         noise_scale: of a Gaussian regression alone.
-        degrees_of_freedom: of Student-t noise.
         standardize: divide the features by their standard deviations, without an intercept by their root mean squares.
             Otherwise the unit of an unknown slab scale is divided by the root mean square of their deviations.
         fit_intercept: whether there is an intercept; that of a Gaussian regression is integrated out.
@@ -310,18 +296,16 @@ def make_design(
         offset: known part of the linear predictors, shape ``(n, K)``. With an intercept it is centred, so that the
             prior of the intercept is that of the linear predictor at average features and offset.
         names: of the features, for messages.
-        outputs: number of classes of categorical or ordinal observations, of which the last may have no row.
     """
     expect(bool | np.bool_, "True or False", standardize=standardize, fit_intercept=fit_intercept)
     expect(Real | tuple | np.ndarray | None, "a number, a pair of numbers or an array", rate=rate)
     expect(Real | None, "a number", expected_size=expected_size, slab_scale=slab_scale, noise_scale=noise_scale)
     features, observations = _checked(x, y, family)
     is_sparse = issparse(features)
-    gaussian, several = family == "gaussian", family == "multivariate"
-    has_noise = family in ("gaussian", "multivariate", "student")  # so that an offset is a shift of y
+    gaussian = family.has_closed_form
     number = float(len(observations)) if weight is None else float(weight.sum())
     if noise_scale is not None and not gaussian:
-        raise ValueError(f"Expected no noise_scale for the family {family!r}, but got {noise_scale}; leave it out.")
+        raise ValueError(f"Expected no noise_scale for the family {family}, but got {noise_scale}; leave it out.")
     if gaussian and fit_intercept and noise_scale is None and number <= 1:
         raise ValueError(
             f"Expected weights that sum to more than 1, as an intercept takes one observation, but got {number:.3g}. "
@@ -332,25 +316,20 @@ def make_design(
     rows = np.ones(len(observations)) if weight is None else weight
     total = features.T @ rows if is_sparse else np.einsum("ij,i->j", features, rows)
     centre = total / number if fit_intercept else np.zeros(features.shape[1])
-    classes = max(outputs, int(observations.max()) + 1) if family in ("categorical", "ordinal") else 1
-    outputs = classes if family == "categorical" else observations[0].size
-    level = np.zeros(outputs)
-    if offset is not None and has_noise:
-        observations = observations - offset.reshape(observations.shape)
+    level = np.zeros(family.outputs)
+    if offset is not None and family.is_location:
+        observations, offset = observations - offset.reshape(observations.shape), None
     elif offset is not None and fit_intercept:
         level = -np.average(offset, axis=0, weights=weight)
         offset = offset + level
-    if (gaussian or several) and fit_intercept:
-        level = np.atleast_1d(np.average(observations, axis=0, weights=weight))
+    family.check(observations, rows, fit_intercept)
+    if family.is_location and fit_intercept:
+        level = family.middle(observations, rows)
         observations = observations - level
-    if family == "student":
-        _check_ties(observations, rows, degrees_of_freedom, fit_intercept)
-    if family == "student" and fit_intercept:
-        middle = _median(observations, rows)
-        level, observations = level + middle, observations - middle
+    size: Any = family.unit(observations, rows) if family.is_location else 1.0
     scale: Any = 1.0
-    if several:
-        scale = np.sqrt(np.average(observations**2, axis=0, weights=weight))
+    if np.ndim(size):
+        size, scale = 1.0, size
         constant = np.flatnonzero(scale <= 10 * np.finfo(np.float64).eps * np.abs(level))
         if len(constant):
             raise ValueError(
@@ -382,10 +361,6 @@ def make_design(
     divisor = deviation[varying] if standardize else np.ones(len(varying))
 
     root = torch.from_numpy(np.sqrt(rows))
-    size = math.sqrt(float(np.average(observations**2, axis=0, weights=weight).mean()))
-    if family == "student":
-        size = _DEVIATIONS * _median(np.abs(observations), rows) or size
-    is_scaled = gaussian or family == "student"
     if gaussian and weight is not None:
         observations = observations * root.numpy()
     if not is_sparse:
@@ -410,30 +385,27 @@ def make_design(
         )
     width = 1.0 if standardize or is_in.all() else math.sqrt(float(np.mean(deviation[~is_in] ** 2))) or 1.0
     gates, number_of = np.unique(gate_of[gated], return_inverse=True)
-    intercept_scale = _INTERCEPT * (size if is_scaled else 1.0)
+    intercept_scale = _INTERCEPT * size
     prior = Prior(
         _rate(rate, expected_size, gates),
         slab_scale,
         noise_scale,
-        slab_unit=(size if is_scaled else _SLAB_UNITS.get(family, 1.0)) / width,
+        slab_unit=family.slab_unit * size / width,
         noise_unit=size,
         intercept_scale=intercept_scale,
         always_scale=always_in_scale or intercept_scale,
-        degrees_of_freedom=degrees_of_freedom,
     )
-    _check_scales(prior, size if is_scaled else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
+    _check_scales(prior, size, 1.0 if standardize else float(deviation.max()) or 1.0)
     problem = Problem(
         family,
         columns.T if isinstance(columns, Tensor) else torch.empty(len(rows), len(gated), device="meta"),
         target,
         prior,
-        intercept=fit_intercept and family not in ("gaussian", "ordinal", *PARTIAL),
-        outputs=outputs,
-        classes=classes,
+        intercept=fit_intercept and family.has_intercept and not gaussian,
         always=0 if gaussian else len(always),
         gate_of=None if np.array_equal(number_of, np.arange(len(gated))) else torch.from_numpy(number_of),
         weight=None if gaussian or weight is None else torch.from_numpy(weight),
-        offset=None if has_noise or offset is None else torch.from_numpy(offset),
+        offset=None if offset is None else torch.from_numpy(offset),
         observations=number - taken if gaussian else None,
         sparse=columns if isinstance(columns, SparseColumns) else None,
     )
@@ -464,13 +436,6 @@ def _integrated_out(
     return left_over, shrunk(y, *along), found
 
 
-def _median(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
-    """The lower one, of values that stand for several."""
-    order = np.argsort(values)
-    below = weight[order].cumsum()
-    return float(values[order[np.searchsorted(below, 0.5 * below[-1])]])
-
-
 def default_rate(features: int) -> tuple[float, float]:
     """Parameters of the Beta prior of an unknown rate: 1 and the square root of the number of features.
 
@@ -484,7 +449,7 @@ def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[n
     """Features and observations in float64, if they are what the family takes; sparse features by columns."""
     features = csc_array(x, dtype=np.float64) if issparse(x) else np.asarray(x, dtype=np.float64)
     observations = np.asarray(y, dtype=np.float64)
-    wanted = features.shape[:1] + observations.shape[1:2] * (family == "multivariate")
+    wanted = features.shape[:1] + observations.shape[1:2] * (family.is_location and family.has_outputs)
     if features.ndim != 2 or 0 in features.shape or observations.shape != wanted:
         raise ValueError(
             "Expected X of shape (n, p) and y of shape (n,), neither of them empty, but got "
@@ -492,10 +457,9 @@ def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[Any, NDArray[n
         )
     if not np.isfinite(features.data if issparse(features) else features).all():
         raise ValueError("Expected X to be finite, but it holds NaN or infinity; impute or drop rows.")
-    takes, expected = _TAKES.get(family, (np.isfinite, "finite numbers"))
-    wrong = observations[~(takes(observations) & np.isfinite(observations))]
+    wrong = observations[~(family.takes(observations) & np.isfinite(observations))]
     if len(wrong):
-        raise ValueError(f"Expected y of the family {family!r} to hold {expected}, but got {wrong[0]:g}.")
+        raise ValueError(f"Expected y of the family {family} to hold {family.expected}, but got {wrong[0]:g}.")
     return features, observations
 
 
@@ -524,25 +488,6 @@ def _rate(
     if isinstance(rate, np.ndarray):
         return rate[gates]
     return default_rate(max(p, 1)) if rate is None else rate
-
-
-def _check_ties(y: NDArray[np.float64], rows: NDArray[np.float64], degrees: float | None, intercept: bool) -> None:
-    """Refuse observations of Student-t noise whose density has an infinite integral where the noise's scale goes to 0.
-
-    If k of n are equal, an intercept fits them up to the scale s, and the density goes as s to the power of
-    degrees (n - k) - k + 1. Unknown degrees can be as small as they like, but have hardly any weight there unless half
-    of the observations are equal.
-    """
-    values, which = np.unique(y, return_inverse=True)
-    equal = np.bincount(which, rows) * (intercept | (values == 0))
-    k, n = equal.max(), rows.sum()
-    if (k > 2 and 2 * k >= n) if degrees is None else k - 1 - intercept >= degrees * (n - k):
-        value = f"{values[equal.argmax()]:g}"
-        raise ValueError(
-            f"Expected fewer equal values of y, less the offset, but {k:g} of {n:g} are {value}: the posterior is "
-            "improper, with a noise scale of 0. Fit whether y is that by SpikeSlabClassifier, and the other rows by "
-            "this estimator."
-        )
 
 
 def _check_sizes(features: Any, observations: NDArray[np.float64], names: NDArray[np.object_]) -> None:

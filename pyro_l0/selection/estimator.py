@@ -22,9 +22,18 @@ from pyro_l0.expect import expect_count
 from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Columns, Design, check_labels, coded, labels_of, levels_of, make_design, tabular
+from pyro_l0.selection.families import Binomial, Family
 from pyro_l0.selection.methods import METHODS, find_posterior
-from pyro_l0.selection.predictive import quantiles, replicated, rows_of, summaries, to_inference_data
-from pyro_l0.selection.problem import MOST_ERROR, PARTIAL, Family, SelectionPosterior
+from pyro_l0.selection.predictive import (
+    expected,
+    quantiles,
+    replicated,
+    rows_of,
+    summaries,
+    to_inference_data,
+    variances,
+)
+from pyro_l0.selection.problem import MOST_ERROR, SelectionPosterior
 
 if TYPE_CHECKING:
     import arviz
@@ -101,7 +110,7 @@ def seed_of(random_state: int | np.random.RandomState | None) -> int:
     return int(check_random_state(random_state).randint(2**31 - 1))
 
 
-_PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale", "degrees_of_freedom")
+_PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
 # Absolute correlation from which one feature is a near-copy of another, and how many are compared.
@@ -130,10 +139,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     _parameter_constraints: ClassVar[dict[str, list[object]]] = {
         "rate": [Interval(Real, 0, 1, closed="right"), "array-like", dict, None],
-        **{name: [Interval(Real, 0, None, closed="neither"), None] for name in _PRIORS},
+        **{name: [Interval(Real, 0, None, closed="neither"), None] for name in (*_PRIORS, "degrees_of_freedom")},
         "standardize": ["boolean"],
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
+        "family": [Family],
         "ties": [StrOptions({"breslow", "efron"})],
         "random_state": ["random_state"],
         "verbose": ["boolean"],
@@ -191,8 +201,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         levels = levels_of(table)
         x, target = self._validated(coded(table, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
-        outputs = len(self.classes_) if self._family == "categorical" else target[0].size
-        known = _checked_offset(offset, x.shape[0], outputs, self._output_names())
+        known = _checked_offset(offset, x.shape[0], self._family.outputs, self._output_names())
         if weight is not None:
             rows, weight = self._counted_rows(weight)
             x, target, known = x[rows], target[rows], None if known is None else known[rows]
@@ -214,7 +223,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             weight=weight,
             offset=known,
             names=self._column_names(),
-            outputs=len(getattr(self, "classes_", ())) or 1,
         )
         seed = seed_of(self.random_state)
         with progress(bool(self.verbose)):
@@ -413,11 +421,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
-        return to_inference_data(self._family, draws, sample, self.pip_, x, y, *names, offset, trials)
+        family = self._family if trials is None else Binomial(trials)
+        return to_inference_data(family, draws, sample, self.pip_, x, y, *names, offset)
 
     def _counted_rows(self, weight: Array) -> tuple[NDArray[np.intp], Array | None]:
         """Which rows count, and how often each; a partial likelihood takes each as often as its weight says."""
-        if self._family not in PARTIAL:
+        if not self._family.is_partial:
             rows = np.flatnonzero(weight > 0)
             return rows, np.array(weight[rows], dtype=np.float64)
         return _repeated(weight), None
@@ -530,6 +539,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         found = self._finite(coded(tabular(x), self._columns.levels), accept_sparse=sparse, reset=False)
         return self._columns.dummies(found)
 
+    def _expected(self, x: Array, offset: Array | None) -> Array:
+        """Posterior means of new observations, shape ``(m,)`` or ``(m, K)``; of classes, their probabilities."""
+        if self._family.is_location:
+            return self._mean(x, offset)  # without the noise of draws
+        return summaries(self.draws_, x, offset, lambda eta: expected(self._family, eta, self.draws_).mean(0))
+
     def _mean(self, x: Array, offset: Array | None) -> Array:
         """Posterior means of the linear predictors of new observations, shape ``(m,)`` or ``(m, K)``."""
         found: Array = x @ self.coef_.T + self.intercept_
@@ -590,20 +605,17 @@ class SpikeSlabRegression(RegressorMixin, SpikeSlabEstimator):  # type: ignore[m
             deviations in the same shape.
         """
         new = self._validated_new(X, offset)
-        mean = self._mean(*new)
-        return (mean, self._deviation(*new, mean)) if return_std else mean
+        mean = self._expected(*new)
+        if not return_std:
+            return mean
+        around = (new[0], None) if self._family.is_location else new  # an offset only shifts them
+        return mean, np.sqrt(summaries(self.draws_, *around, lambda eta: variances(self._family, eta, self.draws_)))
 
     def score(
         self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None, *, offset: ArrayLike | None = None
     ) -> float:
         """The coefficient of determination of ``predict``; arguments are those of ``fit``."""
         return float(r2_score(y, self.predict(X, offset=offset), sample_weight=sample_weight))
-
-    def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
-        """Standard deviations of new observations, which have these means."""
-        variance = summaries(self.draws_, x, None, lambda predictors: predictors.var(0)).reshape(mean.shape)
-        found: Array = np.sqrt(variance + (self.draws_.noise_scale**2).mean(0))
-        return found
 
     def predict_quantiles(
         self, X: ArrayLike, probs: float | Sequence[float] = (0.05, 0.5, 0.95), *, offset: ArrayLike | None = None

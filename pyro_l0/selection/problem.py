@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch.nn.functional import pad
 
 from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
+from pyro_l0.selection.families.family import Family
+from pyro_l0.selection.families.likelihood import Likelihood
 
-__all__ = ["MOST_ERROR", "PARTIAL", "SAMPLED", "Draws", "Family", "Prior", "Problem", "SelectionPosterior"]
+__all__ = ["MOST_ERROR", "Draws", "Prior", "Problem", "SelectionPosterior"]
 
 
 # Largest useful standard error of an active probability.
@@ -88,15 +90,6 @@ class SelectionPosterior:
         return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error)
 
 
-Family = (
-    Literal["gaussian", "bernoulli", "categorical", "poisson"]
-    | Literal["breslow", "efron", "negative_binomial", "ordinal", "student", "multivariate"]
-)
-PARTIAL = ("breslow", "efron")  # those of a partial likelihood, which is no distribution of y and needs no intercept
-# Those with parameters of their own, whose posteriors come from exact chains alone.
-SAMPLED = ("negative_binomial", "ordinal", "student", "multivariate")
-
-
 @dataclass(frozen=True)
 class Prior:
     """Known hyperparameters of a regression, or the priors of unknown ones.
@@ -109,7 +102,6 @@ class Prior:
         noise_unit: scale of the half-Cauchy prior of an unknown noise scale.
         intercept_scale: standard deviation of the normal prior of the intercept, for families other than the Gaussian.
         always_scale: the same of features that are always in.
-        degrees_of_freedom: of Student-t noise; None if unknown.
     """
 
     rate: float | tuple[float, float] | NDArray[np.float64]
@@ -119,7 +111,6 @@ class Prior:
     noise_unit: float = 1.0
     intercept_scale: float = 10.0
     always_scale: float = 10.0
-    degrees_of_freedom: float | None = None
 
     def gates(self) -> IndependentGates | BetaBinomialGates:
         """The prior of gate vectors, with an unknown rate integrated out."""
@@ -168,19 +159,11 @@ class Problem:
     and features were centred (``pyro_l0.selection.design``), which integrates out a flat one.
 
     Attributes:
-        family: distribution of y: N(x beta, noise_scale^2), K of these at once for the multivariate one, Bernoulli and
-            Categorical with logits x beta (plus intercept), Poisson and negative binomial with the logarithm of the
-            mean; survival times by Cox's partial likelihood, with ties by Breslow or Efron;
-            ordered classes by cumulative logits; numbers with Student-t noise.
+        family: distribution of y given linear predictors x beta, plus an intercept.
         x: features, float64, shape ``(n, p)``.
-        y: observations, float64, shape ``(n,)``, or ``(n, K)`` of several responses; counts, 0 or 1 or a share of ones,
-            the number of a class from 0, or survival times, which have a minus sign (-0.0, too) where they are
-            censored.
+        y: observations as the family says, float64, shape ``(n,)``, or ``(n, K)`` of several responses.
         prior: of the hyperparameters.
         intercept: whether the linear predictor has one, or one for each class.
-        outputs: K, linear predictors of an observation: the classes of a categorical regression, the responses of a
-            multivariate one, otherwise 1.
-        classes: how many an ordinal regression has.
         always: how many of the features, the last ones, are always in: they have no gate, and a normal prior as the
             intercept. Those of a Gaussian regression were integrated out.
         gate_of: which of G gates switches each other feature, shape ``(p - always,)``; None if each has its own.
@@ -198,8 +181,6 @@ class Problem:
     y: Tensor
     prior: Prior
     intercept: bool = False
-    outputs: int = 1
-    classes: int = 0
     always: int = 0
     gate_of: Tensor | None = None
     weight: Tensor | None = None
@@ -212,6 +193,21 @@ class Problem:
         """The log likelihood of a Gaussian regression with noise of deviation 1, less that without features."""
         columns = self.x.T if self.sparse is None else self.sparse
         return quadratic_of(columns, columns @ self.y)
+
+    @cached_property
+    def likelihood(self) -> Likelihood:
+        """That of the observations, by linear predictors without the offset."""
+        return self.family.likelihood(self.y, self.weight, self.offset, self.prior.noise_unit)
+
+    @property
+    def outputs(self) -> int:
+        """Linear predictors of an observation, K."""
+        return self.family.outputs
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the family has parameters of its own, so that the posterior comes from exact chains alone."""
+        return not self.family.has_closed_form and self.likelihood.theta.shape[1] > 0
 
     @property
     def gates(self) -> int:

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils._missing import is_pandas_na, is_scalar_nan
@@ -15,8 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import column_or_1d
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
-from pyro_l0.selection.predictive import summaries
-from pyro_l0.selection.problem import Family
+from pyro_l0.selection.families import Bernoulli, Categorical, Family, Gaussian, Poisson
 from pyro_l0.selection.summary_statistics import Observations, checked_means, of_moments, of_z_scores
 
 __all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
@@ -104,7 +102,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         for the sampler; Wang et al. (2020), JRSS B 82, for credible sets.
     """
 
-    _family = "gaussian"
+    _family = Gaussian()
     _takes_sparse = True
 
     noise_scale: float | None = None
@@ -244,11 +242,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         Returns:
             Shape ``(m, classes)``, in the order of ``classes_``.
         """
-        new = self._validated_new(X, offset)
-        if len(self.classes_) > 2:
-            return summaries(self.draws_, *new, lambda predictor: softmax(predictor, axis=-1).mean(0))
-        second = summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
-        return np.stack([1 - second, second], axis=1)
+        probs = self._expected(*self._validated_new(X, offset))
+        return probs if probs.ndim > 1 else np.stack([1 - probs, probs], axis=1)
 
     def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> NDArray[np.generic]:
         """Labels of the most probable classes, shape ``(m,)``; arguments are those of ``predict_proba``."""
@@ -264,7 +259,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         given = np.asarray(y)
-        objects = enumerate(given.ravel() if given.dtype.kind == "O" else ())
+        objects = enumerate(given.ravel() if given.dtype.kind == "O" and y is not None else ())
         missing = [row for row, label in objects if label is None or is_scalar_nan(label) or is_pandas_na(label)]
         if missing:
             raise ValueError(
@@ -275,7 +270,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         if type_of_target(labels, input_name="y") == "continuous":
             raise ValueError(
                 f"Expected labels, but got numbers that are not whole, such as {labels[labels % 1 != 0][0]:g}; number "
-                "them in their order by np.unique(y, return_inverse=True)[1]."
+                "them in their order by np.unique(y, return_inverse=True)[1]. Unknown label type: continuous."
             )
         check_classification_targets(labels)
         self.classes_, numbers = np.unique(column_or_1d(labels), return_inverse=True)
@@ -284,8 +279,10 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
                 "This solver needs samples of at least 2 classes in the data, but the data contains only one class: "
                 f"{self.classes_.tolist()[0]!r}"
             )
-        is_binary = len(self.classes_) == 2
-        self._family, self._outputs = ("bernoulli", None) if is_binary else ("categorical", ("class", self.classes_))
+        if len(self.classes_) == 2:
+            self._family, self._outputs = Bernoulli(), None
+        else:
+            self._family, self._outputs = Categorical(len(self.classes_)), ("class", self.classes_)
         return np.array(found), numbers.astype(np.float64)
 
 
@@ -308,14 +305,5 @@ class SpikeSlabPoissonRegressor(SpikeSlabRegression):
         array([2])
     """
 
-    _family: Family = "poisson"
+    _family: Family = Poisson()
     _is_positive = True
-
-    def _mean(self, x: Array, offset: Array | None) -> Array:
-        with np.errstate(over="ignore"):  # far from the data a mean may be infinite
-            return summaries(self.draws_, x, offset, lambda predictor: np.exp(predictor[..., 0]).mean(0))
-
-    def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
-        with np.errstate(over="ignore", invalid="ignore"):
-            spread = summaries(self.draws_, x, offset, lambda predictor: np.exp(predictor[..., 0]).var(0))
-            return np.sqrt(mean + spread)

@@ -9,20 +9,30 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils import Tags, assert_all_finite
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
-from pyro_l0.selection.methods.likelihoods import CoxLikelihood
-from pyro_l0.selection.predictive import linear_predictors, log_choices, parts_of, summaries
+from pyro_l0.selection.families import (
+    Bernoulli,
+    Binomial,
+    Cox,
+    Family,
+    Multivariate,
+    NegativeBinomial,
+    Ordinal,
+    Student,
+)
+from pyro_l0.selection.families.cox import CoxLikelihood
+from pyro_l0.selection.predictive import linear_predictors, parts_of
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
 
 __all__ = [
     "SpikeSlabBinomialRegressor",
     "SpikeSlabCox",
+    "SpikeSlabGLM",
     "SpikeSlabMultiTaskRegressor",
     "SpikeSlabNegativeBinomial",
     "SpikeSlabOrdinal",
@@ -94,7 +104,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
             raise ValueError(f"Expected times of shape (T,) without NaN, but got {times!r}; pass a list of numbers.")
         old, y, _, known, _ = self._data
         time, event = torch.from_numpy(np.abs(y)), torch.from_numpy(~np.signbit(y))
-        likelihood = CoxLikelihood(time, event, self._family == "efron")
+        likelihood = CoxLikelihood(time, event, self.ties == "efron")
         before = np.searchsorted(likelihood.times.numpy()[::-1], at, side="right")
         total = np.zeros((len(new[0]), len(at)))
         for draws in parts_of(self.draws_, max(len(y), total.size)):
@@ -133,7 +143,7 @@ class SpikeSlabCox(SpikeSlabEstimator):
                 "Expected times that are not negative, and at least one event, but got a smallest time of "
                 f"{time.min():g} and {np.count_nonzero(event)} events; a field of type bool says where it happened."
             )
-        self._family = "efron" if self.ties == "efron" else "breslow"
+        self._family = Cox(self.ties == "efron")
         return found, np.copysign(time, event - 0.5)
 
 
@@ -151,6 +161,49 @@ def _times_and_events(y: ArrayLike) -> tuple[Any, NDArray[np.bool_]]:
             "names='event,time')."
         )
     return kinds["time"], kinds["event"]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SpikeSlabGLM(SpikeSlabRegression):
+    r"""Regression of any response, with coefficients that are exactly zero or not.
+
+    The response is a :class:`~pyro_l0.selection.families.Family`, one of the library's or one of your own: it says how
+    observations depend on the intercept plus X beta. Parameters of the family are learned beside the coefficients by
+    exact chains; without any, the posterior is found as that of :class:`SpikeSlabPoissonRegressor`.
+
+    Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
+
+    Args:
+        family: the distribution of y.
+
+    Attributes:
+        coef_: posterior means of the coefficients, shape ``(p,)``, or ``(K, p)`` of a family with K linear predictors.
+        intercept_: posterior mean of the intercept, or of K of them.
+
+    The posterior means of the family's parameters are attributes by their names with an underscore.
+
+    Example:
+        >>> import numpy as np
+        >>> from pyro_l0.selection.families import Poisson
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(100, 4))
+        >>> counts = rng.poisson(np.exp(1 + x[:, 2]))
+        >>> SpikeSlabGLM(family=Poisson(), random_state=0).fit(x, counts).select()
+        array([2])
+    """
+
+    family: Family
+
+    @property
+    def _has_outputs(self) -> bool:  # type: ignore[override]
+        return self.family.has_outputs
+
+    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        family = self._family = self.family
+        is_several = family.has_outputs and family.is_location
+        found, target = self._finite(x, y, y_numeric=True, multi_output=is_several, ensure_min_samples=2)
+        self._outputs = ("output", range(family.outputs)) if family.has_outputs else None
+        return found, np.array(target, dtype=np.float64)
 
 
 class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
@@ -172,7 +225,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         array([2])
     """
 
-    _family = "bernoulli"
+    _family = Bernoulli()
     _is_positive = True
 
     def fit(
@@ -199,7 +252,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
         super().fit(X, _shares(successes, total), total * own, offset=offset)
         successes, total, own = (part[total * own > 0] for part in (successes, total, own))
         self._data = self._data._replace(y=successes, weight=own, trials=total)
-        self.log_evidence_ += float(own @ log_choices(successes, total))
+        self.log_evidence_ += float(own @ Binomial(total).log_constant(torch.from_numpy(successes))[0].numpy())
         return self
 
     def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
@@ -207,8 +260,7 @@ class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: i
 
         Times the trials, it is their expected number. Arguments are those of :meth:`SpikeSlabRegressor.predict`.
         """
-        new = self._validated_new(X, offset)
-        return summaries(self.draws_, *new, lambda predictor: expit(predictor[..., 0]).mean(0))
+        return self._expected(*self._validated_new(X, offset))
 
     def score(
         self,
@@ -279,13 +331,7 @@ class SpikeSlabNegativeBinomial(SpikeSlabPoissonRegressor):
         array([2])
     """
 
-    _family = "negative_binomial"
-
-    def _deviation(self, x: Array, offset: Array | None, mean: Array) -> Array:
-        alpha = self.draws_.learned["dispersion"][:, None]
-        with np.errstate(over="ignore"):
-            more = summaries(self.draws_, x, offset, lambda eta: (alpha * np.exp(2 * eta[..., 0])).mean(0))
-            return np.sqrt(super()._deviation(x, offset, mean) ** 2 + more)
+    _family = NegativeBinomial()
 
 
 class SpikeSlabOrdinal(SpikeSlabClassifier):
@@ -294,6 +340,7 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
     The probability of class k or one before it is :math:`\sigma(c_k - X \beta)`, with increasing thresholds c that are
     learned: at the features' means, all vectors of class probabilities have the same prior density. The priors of gates
     and coefficients are those of :class:`SpikeSlabClassifier`. ``fit_intercept`` only says that features are centred.
+    An offset has the shape ``(n,)`` for any number of classes.
 
     Labels are ordered as numbers are, or as a pandas Series of ordered categories says; text without such an order is
     taken in that of the alphabet, with a warning.
@@ -318,16 +365,9 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
 
     _has_outputs = False
 
-    def predict_proba(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:
-        """As :meth:`SpikeSlabClassifier.predict_proba`, with an offset of shape ``(m,)`` for any number of classes."""
-        new = self._validated_new(X, offset)
-        cuts = self.draws_.learned["thresholds"][:, None]
-        below = summaries(self.draws_, *new, lambda predictor: expit(cuts - predictor).mean(0))
-        return np.diff(below, axis=1, prepend=0.0, append=1.0)
-
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, numbers = super()._validated(x, y)
-        self._family, self._outputs = "ordinal", None
+        self._family, self._outputs = Ordinal(len(self.classes_)), None
         dtype: Any = getattr(y, "dtype", None)
         if getattr(dtype, "ordered", False):
             order = dtype.categories.get_indexer(self.classes_).argsort()
@@ -375,8 +415,6 @@ class SpikeSlabRobust(SpikeSlabRegression):
         array([0, 3])
     """
 
-    _family = "student"
-
     degrees_of_freedom: float | None = None
 
     def predict(self, X: ArrayLike, *, offset: ArrayLike | None = None) -> Array:  # type: ignore[override]
@@ -385,6 +423,10 @@ class SpikeSlabRobust(SpikeSlabRegression):
         Arguments are those of :meth:`SpikeSlabRegressor.predict`; ``predict_quantiles`` has intervals.
         """
         return self._mean(*self._validated_new(X, offset))
+
+    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        self._family = Student(self.degrees_of_freedom)
+        return super()._validated(x, y)
 
 
 class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
@@ -419,13 +461,13 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         (array([1]), (100, 3))
     """
 
-    _family = "multivariate"
     _has_outputs = True
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
         target = np.array(target, dtype=np.float64).reshape(len(target), -1)
         self._outputs = "response", list(getattr(y, "columns", range(target.shape[1])))
+        self._family = Multivariate(target.shape[1])
         return found, target
 
     def __sklearn_tags__(self) -> Tags:

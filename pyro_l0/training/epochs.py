@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pyro_l0.compaction.storage import hold, replace_file
-from pyro_l0.training.processes import gather, processes, rank, share_value
+from pyro_l0.training.processes import gather, in_first, processes, rank, share_value
 
 _KEPT = 20  # batches of an iterator that can't be begun anew
 
@@ -182,15 +182,7 @@ class Checkpoint:
             ValueError: another run holds it.
         """
         with ExitStack() as stack:
-            refusal: Exception | None = None
-            if path is not None and rank() == 0:
-                try:
-                    _enter(stack, Path(path), resume)
-                except (OSError, ValueError) as error:
-                    refusal = error
-            refusal = share_value(refusal)
-            if refusal is not None:
-                raise refusal
+            in_first(lambda: None if path is None else _enter(stack, Path(path), resume))
             yield
 
     def save(self, state: Mapping[str, Any]) -> None:

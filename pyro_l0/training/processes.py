@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ __all__ = [
     "average_buffers",
     "average_gradients",
     "gather",
+    "in_first",
     "process_group",
     "processes",
     "rank",
@@ -111,6 +112,19 @@ def share_value(value: _T) -> _T:
     found = [value]
     distributed.broadcast_object_list(found, 0)
     return found[0]
+
+
+def in_first(act: Callable[[], object]) -> None:
+    """Do something in the first process alone; an OSError or a ValueError of it is raised in all."""
+    refusal: Exception | None = None
+    if rank() == 0:
+        try:
+            act()
+        except (OSError, ValueError) as error:
+            refusal = error
+    refusal = share_value(refusal)
+    if refusal is not None:
+        raise refusal
 
 
 def _average(values: list[Tensor]) -> None:

@@ -15,6 +15,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.gate import name_gates
 from tests.compaction.networks import Model, set_gates
+from tests.examples.killing import without_seconds
 from tests.networks import Net
 
 CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
@@ -143,7 +144,6 @@ def test_the_example_resumes_across_shrinkings(tmp_path):
     assert small.before
     weights = sum(p.numel() for p in small.network.parameters() if p.dim() > 1)
     assert weights == resumed["weights_left"]
-    for metrics in (resumed, straight):
-        for entry in (metrics, *metrics["history"]):
-            del entry["seconds"]
-    assert resumed == straight
+    for entry in (*resumed["history"], *straight["history"]):
+        entry.pop("gate_shares", None)  # after those epochs that the picture of so many shows
+    assert without_seconds(resumed) == without_seconds(straight)

@@ -111,6 +111,7 @@ def test_labels_that_are_summed_out_or_gates(model, options):
     assert off < 0.06 or (model is with_gates and (off < 0.12 or not result.converged))
 
 
+@pytest.mark.slow
 def test_sample_posterior_of_labels_that_are_summed_out():
     """It takes both ways."""
     for model in (mixture, factor):

@@ -9,9 +9,10 @@ import torch
 from scipy.sparse import csr_array
 
 import pyro_l0.maths.second_order
-from pyro_l0.selection.design import default_rate, make_design
+from pyro_l0.selection.design import default_rate
 from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.problem import Draws, SelectionPosterior
+from tests.selection.families import design_of
 
 
 def data(n=30, p=4, seed=0):
@@ -30,7 +31,7 @@ def found_with(beta, intercept, outputs=1):
 
 def test_a_flat_intercept_centres_and_takes_an_observation():
     x, y = data()
-    problem = make_design(x, y, standardize=False).problem
+    problem = design_of(x, y, standardize=False).problem
     np.testing.assert_allclose(problem.x, x - x.mean(0), rtol=1e-10)
     np.testing.assert_allclose(problem.y, y - y.mean(), rtol=1e-10)
     assert problem.size == 29
@@ -50,7 +51,7 @@ def test_sparse_features_have_the_likelihood_of_dense_ones(monkeypatch, options,
     weight = rng.integers(1, 4, 40).astype(float) if weighted else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Constant features")
-        dense, sparse = (make_design(a, y, weight=weight, **options) for a in (x, csr_array(x)))
+        dense, sparse = (design_of(a, y, weight=weight, **options) for a in (x, csr_array(x)))
     np.testing.assert_allclose(sparse.factor, dense.factor, rtol=1e-12)
     np.testing.assert_allclose(sparse.centre, dense.centre, rtol=1e-12)
     one, other = sparse.problem.quadratic, dense.problem.quadratic
@@ -65,30 +66,30 @@ def test_sparse_features_have_the_likelihood_of_dense_ones(monkeypatch, options,
 @pytest.mark.parametrize("family", ["gaussian", "poisson"])
 def test_standardised_features_have_unit_deviation(family):
     x, y = data()
-    problem = make_design(x, np.floor(np.abs(y)), family).problem
+    problem = design_of(x, np.floor(np.abs(y)), family).problem
     square = problem.x.square().sum(0).numpy() / len(x)
     np.testing.assert_allclose(square, 1.0, rtol=1e-10)
 
 
 def test_without_intercept_features_are_not_centred():
     x, y = data()
-    problem = make_design(x, y, fit_intercept=False).problem
+    problem = design_of(x, y, fit_intercept=False).problem
     np.testing.assert_allclose(problem.x.numpy(), x / np.sqrt((x**2).mean(0)), rtol=1e-12)
     assert torch.equal(problem.y, torch.from_numpy(y))
-    assert torch.equal(make_design(x, y, fit_intercept=False, standardize=False).problem.x, torch.from_numpy(x))
+    assert torch.equal(design_of(x, y, fit_intercept=False, standardize=False).problem.x, torch.from_numpy(x))
 
 
 def test_default_priors():
     x, y = data()
-    prior = make_design(x, y).problem.prior
+    prior = design_of(x, y).problem.prior
     assert prior.rate == default_rate(4)
     assert (prior.slab_scale, prior.noise_scale) == (None, None)
     assert prior.slab_unit == prior.noise_unit == pytest.approx(y.std())
-    raw = make_design(x, y, standardize=False, expected_size=1).problem.prior
+    raw = design_of(x, y, standardize=False, expected_size=1).problem.prior
     assert raw.rate == 0.25
     assert raw.slab_unit == pytest.approx(y.std() / math.sqrt((x.std(0) ** 2).mean()))
-    assert make_design(x, y > y.mean(), "bernoulli").problem.prior.slab_unit == 2
-    assert make_design(x, np.floor(np.abs(y)), "poisson", rate=0.1).problem.prior.slab_unit == 1
+    assert design_of(x, y > y.mean(), "bernoulli").problem.prior.slab_unit == 2
+    assert design_of(x, np.floor(np.abs(y)), "poisson", rate=0.1).problem.prior.slab_unit == 1
 
 
 @pytest.mark.parametrize("standardize", [True, False])
@@ -98,7 +99,7 @@ def test_predictors_are_the_same_in_both_units(family, standardize):
     x, y = data()
     outputs = 3 if family == "categorical" else 1
     y = np.arange(len(y)) % 3 if family == "categorical" else y
-    design = make_design(x, y, family, standardize=standardize)
+    design = design_of(x, y, family, standardize=standardize)
     rng = np.random.default_rng(1)
     beta = rng.normal(size=(5, 4, outputs)) * (rng.random((5, 4, 1)) < 0.6)
     intercept = rng.normal(size=(5, outputs)) if outputs > 1 else np.zeros((5, 1))
@@ -124,8 +125,8 @@ def test_constant_features_have_no_coefficient(standardize):
     x, y = data()
     x[:, 1] = 0.1
     with pytest.warns(UserWarning, match="inclusion probability and the coefficient of 'x1' are 0"):
-        design = make_design(x, y, standardize=standardize)
-    assert torch.equal(design.problem.x, make_design(np.delete(x, 1, 1), y, standardize=standardize).problem.x)
+        design = design_of(x, y, standardize=standardize)
+    assert torch.equal(design.problem.x, design_of(np.delete(x, 1, 1), y, standardize=standardize).problem.x)
     assert design.problem.prior.rate == default_rate(3)
     raw = design.posterior(found_with(np.ones((3, 3)), np.zeros((3, 1))), seed=0)
     assert (raw.active_probs == [0.5, 0, 0.5, 0.5]).all()
@@ -136,7 +137,7 @@ def test_constant_features_have_no_coefficient(standardize):
 def test_a_constant_feature_is_as_good_as_an_intercept_where_there_is_none():
     x, y = data()
     x[:, 1] = -2.0
-    design = make_design(x, y, fit_intercept=False)
+    design = design_of(x, y, fit_intercept=False)
     np.testing.assert_allclose(design.problem.x[:, 1].numpy(), -1.0)
     assert design.factor[1] == 0.5
 
@@ -146,7 +147,7 @@ def test_zeros_without_an_intercept_are_constant():
     x, y = data()
     x[:, 1] = 0
     with pytest.warns(UserWarning, match="coefficient of 'x1' are 0"):
-        design = make_design(x, y, fit_intercept=False, standardize=False)
+        design = design_of(x, y, fit_intercept=False, standardize=False)
     assert design.factor.tolist() == [1, 0, 1, 1]
 
 
@@ -201,4 +202,4 @@ X, Y = data()
 def test_refusals(change, message):
     arguments = {"x": X, "y": Y, "family": "gaussian"} | change
     with pytest.raises(ValueError, match=message):
-        make_design(**arguments)
+        design_of(**arguments)

@@ -17,9 +17,9 @@ from pyro_l0.selection import (
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
-from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
+from tests.selection.families import design_of
 from tests.selection.methods.closed_start import closed
 
 NOISE, SLAB = 0.8, 0.6
@@ -237,7 +237,7 @@ def test_exact_chains(kind, family, chains, monkeypatch):
     monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
     x, y = confounded(kind)
     known = {"slab_scale": 0.7, "always_in_scale": 2.0, "standardize": False}
-    design = make_design(x, y, family, rate=np.array([0.4, 1.0]), **known)
+    design = design_of(x, y, family, rate=np.array([0.4, 1.0]), **known)
     found = design.posterior(closed(chains, design.problem).posterior(0.0, 1000, 0.0), 0)
     pip, mean, _ = by_quadrature(kind)
     assert found.standard_error[0] < 0.03

@@ -17,9 +17,9 @@ from pyro_l0.selection import (
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
-from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
+from tests.selection.families import design_of
 from tests.selection.fitted import three_classes
 from tests.selection.methods.closed_start import closed
 
@@ -80,7 +80,7 @@ def test_exact_chains(kind, family, chains, monkeypatch):
     """Of both kinds, from closed gates, against quadrature; five standard errors."""
     monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
     x, y, offset = offset_data(kind)
-    problem = make_design(x, y, family, offset=offset[:, None], **KNOWN).problem
+    problem = design_of(x, y, family, offset=offset[:, None], **KNOWN).problem
     found = closed(chains, problem).posterior(0.0, 100, 0.0)
     assert found.standard_error[0] < 0.03
     assert abs(found.active_probs[0] - by_quadrature(kind, x, y, offset)[0]) < 5 * found.standard_error[0] + 1e-3

@@ -3,7 +3,7 @@
 import pytest
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor, SpikeSlabRobust
 from tests.selection.fitted import EVERY, SAMPLED
 
 pytestmark = pytest.mark.filterwarnings(
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Labels of text are ordered:UserWarning",
 )
 # A known slab scale has no grid: one mode for each subset of the ten features that some checks have.
+TIED = ("check_fit2d_1feature", "check_sample_weights_not_overwritten")
 QUICK = {"method": "enumerate", "slab_scale": 1.0}
 
 
@@ -22,6 +23,8 @@ def test_by_scikit_learn(estimator, check):
     """Each promise that scikit-learn asks of an estimator."""
     if check.func.__name__.startswith("check_sample_weight_equivalence"):
         pytest.skip("its 30 features are sampled, and rounding sends chains another way; see test_weights")
+    if isinstance(estimator, SpikeSlabRobust) and check.func.__name__ in TIED:
+        pytest.skip("more than half of its y are equal, where the posterior is improper; see test_awkward_data")
     check(estimator)
 
 

@@ -177,7 +177,7 @@ def _open_log_ratio(name: str, gate: GateSite, model: Mapping[str, Site], guide:
 _TOLERANCE = 0.06  # over 42 fits it flagged every one with an error of 0.07 or more, and none below 0.05
 _MINIMUM = 0.02  # of the running probabilities that steer the chains
 _APART = 0.15  # standard deviations by which a mean or a standard deviation may be off, beside two standard errors
-_FEW = 100  # draws that count: fewer leave a mean to a tenth of its standard deviation
+_FEW = 400  # draws that count: fewer know a mean to no better than a twentieth of its standard deviation
 _ROWS = 60  # of a printed table
 
 
@@ -339,8 +339,9 @@ def checked(
     for name, p in probs.items():
         if by_weights and not few:
             by, (found[name], _, error, *_) = "weights", _moments((wide[name] != 0).to(p), weights)
-        wrong = 2 * ((found[name] - p).abs() > _TOLERANCE + 2 * error).long()
-        sites[name] = SiteCheck(by, p, found[name], None, None, wrong.clamp(min=int(few and by_weights)))
+        wrong = (found[name] - p).abs() > _TOLERANCE + 2 * error
+        unknown = torch.full_like(wrong, few and by_weights) | (torch.as_tensor(error) > _TOLERANCE / 3)
+        sites[name] = SiteCheck(by, p, found[name], None, None, torch.where(wrong, 2, unknown.long()))
     own, other = guide.shown(of_guide), guide.shown(wide)
     sites |= {name: _compared(x, other[name], weights, few) for name, x in own.items()}
     guide.mark({name: site.check for name, site in sites.items()})
@@ -372,7 +373,8 @@ def _compared(own: Tensor, other: Tensor, weights: Tensor, few: bool) -> SiteChe
     unit = torch.maximum(guide[4], found[4]).clamp(min=torch.finfo(weights.dtype).tiny)
     off = torch.maximum((guide[0] - found[0]).abs(), (guide[1] - found[1]).abs()) / unit
     error = torch.maximum(guide[2].hypot(found[2]), guide[3].hypot(found[3])) / unit
-    check = torch.where(off > _APART + 2 * error, 2, (error > _FEW**-0.5).long())
+    unknown = torch.maximum(found[2], found[3]) / unit > _APART / 2
+    check = torch.where(off > _APART + 2 * error, 2, unknown.long())
     return SiteCheck("weights", guide[0], found[0], guide[1], found[1], torch.ones_like(check) if few else check)
 
 

@@ -104,7 +104,8 @@ def fit(
         ValueError: an option is out of range.
 
     Warns:
-        UserWarning: the loss was still falling at the last step, restarts disagree, or the check fails.
+        UserWarning: the loss was still falling at the last step, restarts disagree, or the check finds something
+            wrong or can't tell of inclusion probabilities.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch
@@ -179,10 +180,11 @@ def fit(
             f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps{better}.",
             stacklevel=2,
         )
-    best.check = _checked(model, guide, args, kwargs, mapped) if best.converged else None
-    if best.check is not None and best.check.is_wrong:
-        best.converged = False
-        warnings.warn(best.check.advice, stacklevel=2)
+    best.check = _checked(model, guide, args, kwargs, mapped) if best.converged and not has_noise else None
+    if best.check is not None:
+        best.converged = not best.check.is_wrong
+        if best.check.is_wrong or any(bool(best.check.sites[name].check.any()) for name in probs):
+            warnings.warn(best.check.advice, stacklevel=2)
     return best
 
 

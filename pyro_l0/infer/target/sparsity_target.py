@@ -108,7 +108,7 @@ class BudgetSchedule:
 HIGHEST, LOWEST = math.log(11) + 6, math.log(11) - 6
 OPENED, CLOSED = 1.0, -1.0  # of a gate that a correction opens or closes
 # Adam's first step moves all gates alike, by its rate or, behind steps without gradients or on a schedule, by less.
-_ALIKE, _LEAST_PART, _MOST = 2.0, 0.05, 4.0
+_ALIKE, _LEAST_PART, _MOST_PART = 2.0, 0.05, 4.0
 _RANGE = 30.0  # of the search, on the real line on which locations are learned
 _HALVINGS = 60
 
@@ -428,6 +428,7 @@ class SparsityTarget(_Multiplier):
         self.gate_learning_rate = self._schedule.rate(self._positions.open_all(max(_START, 1 - 1 / number)))
         self._coefficients: Tensor | None = None
         self._shares = torch.zeros(0)
+        self._first = [location.detach().clone() for location in guide.locations()]
         self._before: list[Tensor] | None = []  # locations before a step; None once the optimiser has moved them
 
     @property
@@ -508,7 +509,12 @@ class SparsityTarget(_Multiplier):
         for location, more in zip(locations, added, strict=True):
             location.grad = _grad(location) + more.view(location.shape).to(location)
         if self._before is not None:
-            self._before = [location.clone() for location in locations]
+            now = [location.clone() for location in locations]
+            # Of gates that the loss alone moved before, a later step says nothing.
+            is_first = self._before or all(
+                x.is_meta or torch.equal(x, y) for x, y in zip(now, self._first, strict=True)
+            )
+            self._before = now if is_first else None
 
     @torch.no_grad()
     def ascend(self) -> None:
@@ -547,7 +553,7 @@ class SparsityTarget(_Multiplier):
             return  # a gradient scaler skipped the step, or the type is too coarse to tell
         self._before = None
         low, high = (float(moved[len(moved) * i // 4]) for i in (1, 3))
-        if high > _ALIKE * low or not _LEAST_PART <= high / self.gate_learning_rate <= _MOST:
+        if high > _ALIKE * low or not _LEAST_PART <= high / self.gate_learning_rate <= _MOST_PART:
             raise ValueError(
                 "Expected Adam or AdamW with optimiser_options, which first moves each gate's location by "
                 f"{self.gate_learning_rate:.1e}, but they were moved by {low:.1e} to {high:.1e}; train "

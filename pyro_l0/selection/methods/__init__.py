@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import tempered_posterior
-from pyro_l0.selection.problem import SAMPLED, Problem, SelectionPosterior
+from pyro_l0.selection.problem import Problem, SelectionPosterior
 
 __all__ = ["METHODS", "find_posterior"]
 
@@ -28,8 +28,8 @@ def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> t
     those of families with parameters of their own.
     """
     if method == "auto":
-        few = _FEW_GAUSSIAN if problem.family == "gaussian" else _FEW + (len(problem.y) <= _SHORT)
-        method = "enumerate" if problem.gates <= few and problem.family not in SAMPLED else "tempered"
-    if not problem.gates and problem.family not in SAMPLED:
+        few = _FEW_GAUSSIAN if problem.family.has_closed_form else _FEW + (len(problem.y) <= _SHORT)
+        method = "enumerate" if problem.gates <= few and not problem.is_sampled else "tempered"
+    if not problem.gates and not problem.is_sampled:
         method = "enumerate"  # the one gate vector that there is
     return METHODS[method](problem, draws=draws, seed=seed), method

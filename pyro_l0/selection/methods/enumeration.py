@@ -7,11 +7,12 @@ import torch
 from numpy.typing import ArrayLike
 
 from pyro_l0.selection.design import make_design
+from pyro_l0.selection.families import Family, family_of
 from pyro_l0.selection.methods.exact_chains import continued
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence
 from pyro_l0.selection.predictive import rows_of
-from pyro_l0.selection.problem import SAMPLED, Family, Problem, SelectionPosterior
+from pyro_l0.selection.problem import Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
 
@@ -24,7 +25,7 @@ def exact_posterior(
     X: ArrayLike,
     y: ArrayLike,
     *,
-    family: Family = "gaussian",
+    family: str | Family = "gaussian",
     rate: float | tuple[float, float] | None = None,
     expected_size: float | None = None,
     slab_scale: float | None = None,
@@ -48,7 +49,8 @@ def exact_posterior(
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, counts, or survival times, with a
             minus sign where they are censored.
         family: ``"gaussian"``, ``"bernoulli"``, ``"categorical"``, ``"poisson"``, and of survival times ``"breslow"``
-            or ``"efron"``. The others have parameters of their own, which are sampled and not enumerated.
+            or ``"efron"``, or a :class:`~pyro_l0.selection.families.Family` without parameters of its own, which are
+            sampled and not enumerated.
         rate: this and the next five are as for :class:`~pyro_l0.selection.SpikeSlabRegressor`; a pair of numbers
             gives the parameters of a Beta prior.
         expected_size: as there.
@@ -77,7 +79,7 @@ def exact_posterior(
     design = make_design(
         X,
         y,
-        family,
+        family_of(family, y),
         rate=rate,
         expected_size=expected_size,
         slab_scale=slab_scale,
@@ -97,12 +99,12 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
             f"Expected at most {_MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
             "method."
         )
-    if problem.family in SAMPLED:
+    if problem.is_sampled:
         raise ValueError(
             f"Expected method='auto' or 'tempered' for the family {problem.family!r}, whose own parameters are sampled "
             "with the coefficients, but got 'enumerate'; leave it out."
         )
-    evidence = GaussianEvidence(problem) if problem.family == "gaussian" else LaplaceEvidence(problem)
+    evidence = GaussianEvidence(problem) if problem.family.has_closed_form else LaplaceEvidence(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = evidence.log_marginal(z)
     weights = log_marginal.softmax(0)

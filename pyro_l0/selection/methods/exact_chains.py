@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from pyro_l0.maths.second_order import BATCH, STORED, open_positions
 from pyro_l0.maths.tempered_gibbs import counted
-from pyro_l0.selection.methods.likelihoods import likelihood_of
 from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "JumpingChains", "continued", "draw_polya_gamma", "is_augmented", "standard_error"]
@@ -67,8 +66,8 @@ class ExactChains(ABC):
         self._x = torch.cat([x[:, :gated], problem.ungated], 1)
         switched = problem.switched(torch.eye(problem.gates, dtype=torch.bool))[:, :gated]
         self._members, self._valid = open_positions(switched)
-        self._prior, likelihood = problem.prior.gates(), likelihood_of(problem)
-        self._likelihood = likelihood.at(likelihood.theta.expand(len(z), -1))
+        self._prior = problem.prior.gates()
+        self._likelihood = problem.likelihood.at(problem.likelihood.theta.expand(len(z), -1))
         self._chains = torch.arange(len(z))
         self.z, self.log_slab = z, log_slab
         self.beta = x.new_zeros(len(z), self._x.shape[1] * problem.outputs)
@@ -105,7 +104,8 @@ class ExactChains(ABC):
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)
         outputs, features = self._problem.outputs, self._features
-        learned = {name: part.numpy() for name, part in self._likelihood.at(theta[which]).named().items()}
+        named = {name: part.numpy() for name, part in self._likelihood.at(theta[which]).named().items()}
+        learned = dict(self._problem.family.reported(named))
         noise = learned.pop("noise_scale", np.full(draws, math.nan))
         return SelectionPosterior.of(
             probs.mean((0, 1)),
@@ -145,7 +145,7 @@ _AUGMENTED_STEP = 0.5  # of the slab scale's logarithm
 
 def is_augmented(problem: Problem) -> bool:
     """Whether a problem is a logistic regression with whole weights whose products of two features fit in memory."""
-    if problem.family != "bernoulli":
+    if not problem.family.is_logistic:
         return False
     rows = len(problem.y) if problem.weight is None else float(problem.weight.sum())
     is_whole = problem.weight is None or bool((problem.weight == problem.weight.floor()).all())

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.grid import (
     NEGLIGIBLE,
     NODES,
@@ -35,19 +36,13 @@ from pyro_l0.selection.methods.grid import (
 )
 from pyro_l0.selection.problem import Draws, Problem
 
-__all__ = ["GaussianEvidence", "smallest_noise"]
+__all__ = ["GaussianEvidence"]
 
 _ENTRIES = 2**17  # numbers in the largest array of a step: 512 kB, for which memory is at hand
 # Nodes of an unknown noise scale, where the ratio's are searched and for integrals: as densities close to normal, of so
 # many observations, need, and as others do. Draws, which are spread over cells, take the most.
 _MANY, _CLOSE_TO_NORMAL, _SKEWED = 30, (6, 10), (12, 32)
 _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
-_SMALLEST_NOISE = 1e-5
-
-
-def smallest_noise(n: float, square_y: float) -> float:
-    """The lower end of an unknown noise scale: 1e-5 times the root mean square of y."""
-    return _SMALLEST_NOISE * math.sqrt(square_y / n)
 
 
 class _Spectra(NamedTuple):

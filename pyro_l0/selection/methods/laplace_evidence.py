@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.second_order import Point, Step, maximise
+from pyro_l0.selection.families.likelihood import Likelihood
 from pyro_l0.selection.methods.grid import (
     Batch,
     Grid,
@@ -21,7 +22,6 @@ from pyro_l0.selection.methods.grid import (
     nodes_around_mode,
     sparse_rows,
 )
-from pyro_l0.selection.methods.likelihoods import Likelihood, likelihood_of
 from pyro_l0.selection.predictive import linear_predictors, rows_of
 from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem
 
@@ -194,7 +194,7 @@ class LaplaceEvidence(GridEvidence[Batch]):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._p = problem.x.shape[1]
-        self._likelihood = likelihood_of(problem)
+        self._likelihood = problem.likelihood
         self._columns = problem.x.T.contiguous()
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,13 @@ from pyro_l0.maths.tempered_gibbs import (
     sampled_on_expansions,
     sampled_target,
 )
+from pyro_l0.selection.families.likelihood import weighted_design
+from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
-from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, smallest_noise
+from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
-from pyro_l0.selection.methods.likelihoods import likelihood_of, weighted_design
 from pyro_l0.selection.predictive import rows_of
-from pyro_l0.selection.problem import MOST_ERROR, SAMPLED, Prior, Problem, SelectionPosterior
+from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
@@ -151,24 +152,16 @@ def null_predictor(problem: Problem) -> Tensor:
 
     Beside an offset, and with features that are always in, they are those of the mode instead.
     """
-    y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
-    weight = torch.ones_like(y) if problem.weight is None else problem.weight
-    columns = problem.ungated
-    if problem.always or (problem.offset is not None and problem.intercept):
+    y, columns = problem.y, problem.ungated
+    zero = y.new_zeros(len(y), problem.outputs)
+    if not columns.shape[1]:
+        return zero
+    known = problem.family.null_predictor(y, y.new_ones(len(y)) if problem.weight is None else problem.weight)
+    if problem.always or problem.offset is not None or known is None:
         start = zero.new_zeros(1, columns.shape[1], problem.outputs)
-        mode = find_mode(likelihood_of(problem), columns.T[None], problem.ungated_precision[None], start)
+        mode = find_mode(problem.likelihood, columns.T[None], problem.ungated_precision[None], start)
         return columns @ mode.coefficients[0]
-    if not problem.intercept:
-        return zero
-    if problem.family in ("student", "multivariate"):  # whose middles are zero
-        return zero
-    n, total = weight.sum(), (weight * y).sum()
-    if problem.family in ("poisson", "negative_binomial"):
-        return zero + ((total + 0.5) / n).log()
-    if problem.family == "bernoulli":
-        return zero + ((total + 0.5) / (n - total + 0.5)).log()
-    log_counts = (y.long().bincount(weight, minlength=problem.outputs) + 0.5).log()
-    return zero + log_counts - log_counts.mean()
+    return zero + known
 
 
 def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor], Tensor]]:
@@ -179,7 +172,7 @@ def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor
     """
     ungated = problem.ungated
     x = torch.cat([problem.x[:, : problem.x.shape[1] - problem.always], ungated], 1)
-    slope, curvature = (part[0] for part in likelihood_of(problem).fitted(eta[None]).derivatives(eta[None]))
+    slope, curvature = (part[0] for part in problem.likelihood.fitted(eta[None]).derivatives(eta[None]))
     design = weighted_design(curvature, x)[1]
     residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
     width = ungated.shape[1] * problem.outputs
@@ -235,7 +228,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         jumping = JumpingChains(problem, z, log_slab, beta[:, :size], probs, generator)
         return jumping.posterior(log_evidence, draws, of_means=bool(problem.always))
 
-    is_start = problem.family in SAMPLED  # all that is asked of the expansion
+    is_start = problem.is_sampled  # all that is asked of the expansion
 
     def sampled(walk: _Walk, share: float) -> GibbsRun:
         return sampled_walk(walk, problem.gates, int(effort.flips * share * (_BRIEF if is_start else 1)), generator)
@@ -346,7 +339,7 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     """
     generator = torch.Generator().manual_seed(seed)
     effort = Effort.of(problem.x.shape[1])
-    if problem.family != "gaussian":
+    if not problem.family.has_closed_form:
         return expanded_posterior(problem, effort, draws, generator)
     evidence = GaussianEvidence(problem)
     walk = _walk(problem, effort)

@@ -165,6 +165,7 @@ def test_checks_of_a_trained_guide_leave_it_as_it_was():
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_restarts_that_disagree_have_not_converged():
     """A mean field settles on either of two equal features."""
     x = torch.randn(40, generator=torch.Generator().manual_seed(0)).expand(2, 40)

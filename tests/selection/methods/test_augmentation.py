@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from pyro_l0.maths.tempered_gibbs import progress
-from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, is_augmented
+from tests.selection.families import design_of
 from tests.selection.methods.closed_start import closed
 
 
@@ -35,7 +35,7 @@ def test_sum_over_all_gates(groups, intercept, short):
     x, y = labels(300, 4, seed=0)
     x[:, 2:] *= 0.3
     known = {"slab_scale": 0.5, "rate": 0.5, "standardize": False}
-    problem = make_design(x, y, "bernoulli", gate_of=groups, fit_intercept=intercept, **known).problem
+    problem = design_of(x, y, "bernoulli", gate_of=groups, fit_intercept=intercept, **known).problem
     exact, found = enumerate_posterior(problem, seed=0), sampled(problem)
     assert ((exact.active_probs > 0.05) & (exact.active_probs < 0.95)).any()
     assert found.standard_error.max() < 0.05
@@ -53,7 +53,7 @@ def test_one_bar_for_a_whole_run(error, capsys, monkeypatch):
     """Its total follows the error that is left, and is in the end the sweeps that were made."""
     monkeypatch.setattr(exact_chains, "_ROUNDS", 6)
     monkeypatch.setattr(AugmentedChains, "sweeps", 3)
-    problem = make_design(*labels(20, 2, seed=2), "bernoulli", slab_scale=1.0, rate=0.5).problem
+    problem = design_of(*labels(20, 2, seed=2), "bernoulli", slab_scale=1.0, rate=0.5).problem
     with progress(True):
         sampled(problem, size=4, error=error)
     shown = capsys.readouterr().err
@@ -69,7 +69,7 @@ def test_separated_labels_by_quadrature(short):
     """One separating feature under a wide slab, where Laplace's approximation is too large by a tenth."""
     x = torch.linspace(-1, 1, 8, dtype=torch.float64)
     y = (x > 0).double()
-    problem = make_design(x[:, None].numpy(), y.numpy(), "bernoulli", slab_scale=10.0, rate=0.5, fit_intercept=False)
+    problem = design_of(x[:, None].numpy(), y.numpy(), "bernoulli", slab_scale=10.0, rate=0.5, fit_intercept=False)
     beta = torch.linspace(-80, 80, 20_001, dtype=torch.float64)
     eta = problem.problem.x * beta
     log_density = (y[:, None] * eta - torch.nn.functional.softplus(eta)).sum(0) - 0.5 * (beta / 10) ** 2
@@ -87,8 +87,8 @@ def test_an_unknown_slab_scale_and_weights(short):
     """Rows of weight two are two rows: against the sum over all gates of the repeated ones."""
     x, y = labels(150, 4, seed=3)
     weight = np.where(np.arange(150) % 2, 1.0, 2.0)
-    weighted = make_design(x, y, "bernoulli", weight=weight).problem
-    exact = enumerate_posterior(make_design(*(v.repeat(weight.astype(int), 0) for v in (x, y)), "bernoulli").problem)
+    weighted = design_of(x, y, "bernoulli", weight=weight).problem
+    exact = enumerate_posterior(design_of(*(v.repeat(weight.astype(int), 0) for v in (x, y)), "bernoulli").problem)
     found = sampled(weighted)
     assert (np.abs(found.active_probs - exact.active_probs) < 5 * found.standard_error + 0.01).all()
     assert np.log(found.draws.slab_scale).mean() == pytest.approx(np.log(exact.draws.slab_scale).mean(), abs=0.1)
@@ -96,6 +96,6 @@ def test_an_unknown_slab_scale_and_weights(short):
 
 def test_where_it_applies():
     x, y = labels(20, 3, seed=4)
-    assert is_augmented(make_design(x, y, "bernoulli").problem)
-    assert not is_augmented(make_design(x, y, "poisson").problem)
-    assert not is_augmented(make_design(x, y, "bernoulli", weight=np.full(20, 0.5)).problem)
+    assert is_augmented(design_of(x, y, "bernoulli").problem)
+    assert not is_augmented(design_of(x, y, "poisson").problem)
+    assert not is_augmented(design_of(x, y, "bernoulli", weight=np.full(20, 0.5)).problem)

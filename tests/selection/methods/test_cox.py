@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_l0.selection.design import make_design
+from pyro_l0.selection.families.cox import CoxLikelihood
 from pyro_l0.selection.methods import find_posterior
-from pyro_l0.selection.methods.likelihoods import CoxLikelihood
 from tests.maths.spike_and_slab import seeded
+from tests.selection.families import design_of
 
 TIES = ["breslow", "efron"]
 
@@ -118,7 +118,7 @@ def test_posterior(ties, method):
     """Of Laplace's approximation within .01; most probabilities are far from zero and one."""
     x, y = survival()
     probs, log_evidence = by_quadrature(x, y, ties, 0.4, 1.0)
-    problem = make_design(x, y, ties, rate=0.4, slab_scale=1.0).problem
+    problem = design_of(x, y, ties, rate=0.4, slab_scale=1.0).problem
     found, _ = find_posterior(problem, method, draws=500, seed=0)
     np.testing.assert_allclose(found.active_probs, probs, atol=0.01)
     assert ((probs > 0.1) & (probs < 0.9)).sum() >= 2
@@ -130,7 +130,7 @@ def test_offset():
     x, y = survival()
     offset = 0.7 * np.random.default_rng(1).normal(size=(len(y), 1)) + 5
     probs, log_evidence = by_quadrature(x, y, "efron", 0.4, 1.0, torch.from_numpy(offset[:, 0]))
-    problem = make_design(x, y, "efron", rate=0.4, slab_scale=1.0, offset=offset).problem
+    problem = design_of(x, y, "efron", rate=0.4, slab_scale=1.0, offset=offset).problem
     found, _ = find_posterior(problem, "enumerate", draws=500, seed=0)
     np.testing.assert_allclose(found.active_probs, probs, atol=0.01)
     assert found.log_evidence == pytest.approx(log_evidence, abs=0.03)

@@ -10,8 +10,9 @@ from scipy import stats
 
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
-from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.problem import Prior
 from tests.reference_posteriors import GaussianPosterior, all_gates
+from tests.selection.families import named_problem
 from tests.spike_slab_designs import gaussian_designs, wide_designs
 
 NOISE_UNIT, SLAB_UNIT, RATE = 1.3, 0.7, (1.0, 4.0)
@@ -19,7 +20,7 @@ ONE = torch.ones((), dtype=torch.float64)
 
 
 def problem_of(x, y, **known):
-    return Problem(
+    return named_problem(
         "gaussian", x, y, Prior(**({"rate": RATE, "slab_unit": SLAB_UNIT, "noise_unit": NOISE_UNIT} | known))
     )
 

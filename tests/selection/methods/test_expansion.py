@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pyro_l0.selection.families import Bernoulli, Poisson
 from pyro_l0.selection.methods.sampling import expanded, null_predictor
-from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.problem import Prior
 from tests.maths.spike_and_slab import seeded
+from tests.selection.families import named_problem
 
 OUTPUTS = {"bernoulli": 1, "poisson": 1, "categorical": 3}
 
@@ -15,13 +17,13 @@ def problem(family, intercept=True, n=30, p=4):
     generator = seeded(3)
     x = torch.randn(n, p, generator=generator, dtype=torch.float64)
     y = torch.randint(0, {"bernoulli": 2, "poisson": 4, "categorical": 3}[family], (n,), generator=generator).double()
-    return Problem(family, x, y, Prior(0.2, 1.0, intercept_scale=1.5), intercept, OUTPUTS[family])
+    return named_problem(family, x, y, Prior(0.2, 1.0, intercept_scale=1.5), intercept)
 
 
 def log_likelihood(problem, eta):
-    if problem.family == "bernoulli":
+    if isinstance(problem.family, Bernoulli):
         return -F.binary_cross_entropy_with_logits(eta[:, 0], problem.y, reduction="sum")
-    if problem.family == "poisson":
+    if isinstance(problem.family, Poisson):
         return (problem.y * eta[:, 0] - eta[:, 0].exp()).sum()
     return -F.cross_entropy(eta, problem.y.long(), reduction="sum")
 

@@ -13,8 +13,8 @@ from pyro_l0.selection import (
 )
 from pyro_l0.selection.methods import enumeration, sampling
 from pyro_l0.selection.methods.enumeration import exact_posterior
-from pyro_l0.selection.methods.likelihoods import likelihood_of
-from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.problem import Prior
+from tests.selection.families import named_problem
 
 # A mean has a standard error of up to .03 deviations by chains, or an error of up to .1 without; the end of a 90 %
 # interval is off by up to .2 deviations, and by the noise of 2,000 draws in a long tail.
@@ -193,7 +193,7 @@ def test_second_derivatives_of_a_partial_likelihood():
     x, y = torch.from_numpy(rng.normal(size=(12, 3))), torch.from_numpy(rng.exponential(size=12))
     beta, offset = torch.from_numpy(rng.normal(size=(8, 3))), torch.from_numpy(rng.normal(size=(12, 1)))
     for known in (None, offset):
-        likelihood = likelihood_of(Problem("efron", x, y, Prior(0.5), offset=known))
+        likelihood = named_problem("efron", x, y, Prior(0.5), offset=known).likelihood
 
         def value(b, likelihood=likelihood):
             return likelihood.value((x @ b)[None, :, None])[0]

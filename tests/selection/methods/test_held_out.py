@@ -12,7 +12,7 @@ from pyro_l0.selection import (
     SpikeSlabOrdinal,
     SpikeSlabRobust,
 )
-from pyro_l0.selection.methods.likelihoods import CoxLikelihood
+from pyro_l0.selection.families.cox import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, log_likelihood
 
 

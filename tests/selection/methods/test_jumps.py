@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from pyro_l0.selection import SpikeSlabPoissonRegressor
-from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods import sampling as expanded_sampling
 from pyro_l0.selection.methods.exact_chains import JumpingChains
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
-from pyro_l0.selection.methods.likelihoods import likelihood_of
 from tests.maths.spike_and_slab import seeded
+from tests.selection.families import design_of
 from tests.selection.methods.closed_start import closed
 
 
@@ -47,7 +46,7 @@ def by_importance(problem, size=10_000, tails=5):
             deviation = torch.full((len(mean), 1), problem.prior.intercept_scale, dtype=torch.float64)
             deviation[: len(features)] = slab
             prior = torch.distributions.Normal(0.0, deviation).log_prob(beta).sum((1, 2))
-            log_joint = likelihood_of(problem).value(columns @ beta) + prior
+            log_joint = problem.likelihood.value(columns @ beta) + prior
             k = len(root)
             log_q = math.lgamma(0.5 * (tails + k)) - math.lgamma(0.5 * tails)
             log_q = log_q - 0.5 * k * math.log(0.49 * tails * math.pi)
@@ -76,12 +75,12 @@ def test_importance_sampling(family, groups, monkeypatch):
     if family == "categorical":
         x, y = labels_of_three(2)
         x = x[:, : 2 if groups is None else 3]
-        known = {"slab_scale": 3.0, "rate": 0.5, "outputs": 3}
+        known = {"slab_scale": 3.0, "rate": 0.5}
     else:
         x, y, _ = counts(12, 3, seed=6)
         known = {"slab_scale": 0.7, "rate": 0.5}
     gate_of = None if groups is None else np.array(groups)
-    problem = make_design(x, y, family, gate_of=gate_of, **known).problem
+    problem = design_of(x, y, family, gate_of=gate_of, **known).problem
     exact = by_importance(problem)
     found = closed(JumpingChains, problem).posterior(0.0, 2000, 0.0)
     assert ((exact > 0.05) & (exact < 0.95)).any()

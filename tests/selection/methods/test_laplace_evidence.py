@@ -11,10 +11,10 @@ from scipy import stats
 from pyro_l0.maths import second_order
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
-from pyro_l0.selection.methods.likelihoods import likelihood_of
-from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.problem import Prior
 from tests.bench.posteriors.posterior_references import reference
 from tests.reference_posteriors import all_gates
+from tests.selection.families import named_problem
 from tests.spike_slab_designs import generalised_linear_designs
 
 ONE = torch.ones((), dtype=torch.float64)
@@ -34,7 +34,7 @@ def problem_of(family, n=40, p=4, seed=0, intercept=True, **known):
     torch.manual_seed(seed)
     y = OBSERVED[family](eta).sample().double()
     prior = Prior(**({"rate": 0.3, "slab_unit": 1.5, "intercept_scale": 3.0} | known))
-    return Problem(family, x, y, prior, intercept, FAMILIES[family])
+    return named_problem(family, x, y, prior, intercept)
 
 
 def general(problem, z, scale):
@@ -48,7 +48,7 @@ def general(problem, z, scale):
 
     def log_likelihood(beta):
         eta = x @ beta.reshape(len(beta), -1, outputs)
-        return OBSERVED[problem.family](eta).log_prob(problem.y).sum(1)
+        return OBSERVED[type(problem.family).__name__.lower()](eta).log_prob(problem.y).sum(1)
 
     elements, scales = z.repeat_interleave(outputs, 1).double(), scales.repeat_interleave(outputs)
     return second_order.laplace(log_likelihood, elements, scales)
@@ -78,7 +78,7 @@ def test_evidence_and_modes(family, intercept):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_derivatives(family):
     problem = problem_of(family, n=7)
-    likelihood = likelihood_of(problem)
+    likelihood = problem.likelihood
     eta = torch.randn(2, 7, problem.outputs, dtype=torch.float64, requires_grad=True)
     expected = OBSERVED[family](eta).log_prob(problem.y).sum(1)
     torch.testing.assert_close(likelihood.value(eta), expected)
@@ -208,7 +208,7 @@ def test_a_known_posterior(number):
 def test_a_wide_problem():
     """Closed columns are not read: states of 2,000 features are as quick as of ten."""
     wide = problem_of("poisson", p=2000, slab_scale=1.0)
-    narrow = Problem("poisson", wide.x[:, :10], wide.y, wide.prior, True, 1)
+    narrow = named_problem("poisson", wide.x[:, :10], wide.y, wide.prior, True)
     z = torch.zeros(3, 2000, dtype=torch.bool)
     z[1, :2] = z[2, 5:9] = True
     difference = LaplaceEvidence(wide).log_marginal(z) - LaplaceEvidence(narrow).log_marginal(z[:, :10])
@@ -219,7 +219,7 @@ def test_difficult_data():
     """Separated classes, large counts and one class have modes, because the priors are proper."""
     x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
     for family, y in (("bernoulli", x[:, 0] > 0), ("poisson", 1e6 * ONE.expand(20)), ("bernoulli", x[:, 0] > 2)):
-        problem = Problem(family, x, y.double(), Prior(rate=0.5, slab_unit=2.0), True)
+        problem = named_problem(family, x, y.double(), Prior(rate=0.5, slab_unit=2.0), True)
         found = enumerate_posterior(problem, draws=20)
         assert np.isfinite(found.mean).all()
         assert math.isfinite(found.log_evidence)

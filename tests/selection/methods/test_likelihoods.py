@@ -9,10 +9,10 @@ from scipy import integrate, stats
 
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import JumpingChains
-from pyro_l0.selection.methods.likelihoods import likelihood_of
 from pyro_l0.selection.predictive import log_likelihood
-from pyro_l0.selection.problem import Draws, Prior, Problem
+from pyro_l0.selection.problem import Draws, Prior
 from tests.maths.spike_and_slab import seeded
+from tests.selection.families import family_of, named_problem
 from tests.selection.methods.by_importance import references
 from tests.selection.methods.closed_start import closed
 
@@ -93,7 +93,7 @@ def problem(family, n=40, p=3, seed=0, weight=None):
     else:
         y = rng.poisson(np.exp(1 + 0.3 * x[:, 0]) * rng.gamma(2.0, 0.5, size=n)).astype(float)
     both = torch.from_numpy(x), torch.from_numpy(y)
-    return Problem(family, *both, Prior((1.0, p**0.5)), family != "ordinal", y[0].size, classes=3, weight=weight)
+    return named_problem(family, *both, Prior((1.0, p**0.5)), family != "ordinal", weight=weight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,7 +101,7 @@ def test_values_and_derivatives(family):
     """Of rows with weights, values by scipy and derivatives by autograd; a prior has the mass 1."""
     given = problem(family, weight=torch.rand(40, generator=seeded(1), dtype=torch.float64))
     by_scipy, prior, _ = FAMILIES[family]
-    likelihood = likelihood_of(given)
+    likelihood = given.likelihood
     theta = torch.randn(3, likelihood.theta.shape[1], generator=seeded(2), dtype=torch.float64)
     likelihood = likelihood.at(theta)
     eta = torch.randn(3, 40, given.outputs, generator=seeded(3), dtype=torch.float64).requires_grad_()
@@ -125,7 +125,7 @@ def test_expected_curvature_of_student():
     """The mean over quantiles of the noise of minus the second derivative, which is negative at some of them."""
     y = torch.from_numpy(0.7 * stats.t(2.5).ppf((np.arange(20_000) + 0.5) / 20_000))
     given = replace(problem("student"), y=y)
-    likelihood = likelihood_of(given).at(torch.tensor([[0.7, 2.5]], dtype=torch.float64).log())
+    likelihood = given.likelihood.at(torch.tensor([[0.7, 2.5]], dtype=torch.float64).log())
     eta = torch.zeros(1, 20_000, 1, dtype=torch.float64, requires_grad=True)
     slope, curvature = likelihood.derivatives(eta)
     (row,) = torch.autograd.grad(slope.sum(), eta)
@@ -144,7 +144,7 @@ def test_dispersions_of_all_sizes(size):
     given = problem("negative_binomial")
     eta = torch.ones(1, 40, 1, dtype=torch.float64)
     theta = torch.tensor([[size]], dtype=torch.float64).log()
-    found = likelihood_of(given).at(theta).value(eta)
+    found = given.likelihood.at(theta).value(eta)
     expected = negative_binomial(given.y.numpy(), eta.numpy(), theta.numpy())
     if size < 1:
         expected = stats.poisson.logpmf(given.y, np.e)
@@ -157,7 +157,7 @@ def test_mode_of_the_parameters(family):
     """Of each set of predictors, whatever was near before; the spread is that of the curvature there."""
     given = problem(family)
     eta = torch.randn(3, 40, given.outputs, generator=seeded(3), dtype=torch.float64)
-    found = likelihood_of(given).fitted(eta)
+    found = given.likelihood.fitted(eta)
     theta = found.theta.requires_grad_()
 
     def density(at):
@@ -177,12 +177,12 @@ def test_log_likelihoods_of_draws(family):
     """Those for arviz are of each draw's own parameters."""
     given = problem(family)
     by_scipy, _, shown = FAMILIES[family]
-    theta = np.array([[-1.0, 0.3], [0.5, -0.2]])[:, : likelihood_of(given).theta.shape[1]]
+    theta = np.array([[-1.0, 0.3], [0.5, -0.2]])[:, : given.likelihood.theta.shape[1]]
     eta = np.random.default_rng(0).normal(size=(2, 40, given.outputs))
     empty = np.full(2, np.nan)
     learned = shown(theta)
     draws = Draws(None, None, empty, learned.pop("noise_scale", empty), empty, learned)
-    found = log_likelihood(family, eta, given.y.numpy(), draws)
+    found = log_likelihood(family_of(family, given.y), eta, given.y.numpy(), draws)
     np.testing.assert_allclose(found.reshape(2, 40, -1).sum(2), by_scipy(given.y.numpy(), eta, theta), rtol=1e-8)
 
 
@@ -220,7 +220,7 @@ def test_posteriors_by_importance(family, seed, monkeypatch):
     monkeypatch.setattr(exact_chains, "_ROUNDS", 12)
     given = problem(family, n=60, seed=seed)
     by_scipy, prior, shown = FAMILIES[family]
-    y, d = given.y.numpy(), likelihood_of(given).theta.shape[1]
+    y, d = given.y.numpy(), given.likelihood.theta.shape[1]
 
     def log_density(eta, theta):
         return by_scipy(y, eta, theta).sum(1) + prior(theta)

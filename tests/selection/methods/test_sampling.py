@@ -14,9 +14,10 @@ from pyro_l0.selection.methods import sampling
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.sampling import _moments, exchanged, sampled_walk, tempered_posterior
-from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.problem import Prior
 from tests.cases import first_by_default
 from tests.reference_posteriors import GaussianPosterior
+from tests.selection.families import named_problem
 from tests.spike_slab_designs import exact_pair, generalised_linear_designs, unknown_hyperparameters
 
 DESIGNS = {design.name.removesuffix(", unknown"): design for design in [*unknown_hyperparameters(), exact_pair()]}
@@ -81,7 +82,7 @@ def test_everything_unknown(name, sampled):
     """Probabilities, moments, evidence, and draws of all unknowns."""
     prior = Prior((1.0, 4.0), slab_unit=0.7, noise_unit=2.0)
     expected = reference(DESIGNS[name], prior)
-    found = tempered_posterior(Problem("gaussian", DESIGNS[name].x, DESIGNS[name].y, prior), seed=1)
+    found = tempered_posterior(named_problem("gaussian", DESIGNS[name].x, DESIGNS[name].y, prior), seed=1)
     assert_close(found, expected, *sampled)
     draws = found.draws
     beta = draws.coefficients.toarray()
@@ -101,7 +102,7 @@ def test_everything_unknown(name, sampled):
 def test_some_known(prior, sampled):
     design = DESIGNS["near-duplicates"]
     expected = reference(design, prior)
-    found = tempered_posterior(Problem("gaussian", design.x, design.y, prior), seed=2)
+    found = tempered_posterior(named_problem("gaussian", design.x, design.y, prior), seed=2)
     assert_close(found, expected, *sampled)
 
 
@@ -110,7 +111,7 @@ def test_exchanged_gates(monkeypatch):
     """Of one open gate, whichever it was: the others' probabilities and draws are what the evidence of each says."""
     monkeypatch.setattr(sampling, "_EXCHANGED", 2000)
     design = DESIGNS["near-duplicates"]
-    problem = Problem("gaussian", design.x, design.y, Prior(0.2, 0.5, 1.0))
+    problem = named_problem("gaussian", design.x, design.y, Prior(0.2, 0.5, 1.0))
     each = torch.eye(problem.gates, dtype=torch.bool)
     exact = torch.softmax(GaussianEvidence(problem).log_marginal(each), 0)
     walk = sampling._walk(problem, sampling.Effort(2, 0, 1))
@@ -134,7 +135,7 @@ def test_subsets_of_features(exchanges, monkeypatch):
     monkeypatch.setattr(second_order, "_DENSE", 2)
     monkeypatch.setattr(second_order, "_PART", 2)
     design = DESIGNS["near-duplicates"]
-    problem = Problem("gaussian", design.x, design.y, Prior((1.0, 4.0), slab_unit=0.7, noise_unit=2.0))
+    problem = named_problem("gaussian", design.x, design.y, Prior((1.0, 4.0), slab_unit=0.7, noise_unit=2.0))
     expected = enumerate_posterior(problem, draws=10)
     found = tempered_posterior(problem, seed=1)
     assert problem.quadratic.parts == 5
@@ -148,7 +149,7 @@ def regression(name, intercept, prior):
     """One of the designs that are not Gaussian, with a constant added where there is an intercept."""
     design = next(x for x in generalised_linear_designs() if x.name == name)
     family = "poisson" if design.family == "poisson" else "bernoulli"
-    return Problem(family, design.x, design.y, prior, intercept)
+    return named_problem(family, design.x, design.y, prior, intercept)
 
 
 def classes():
@@ -158,7 +159,7 @@ def classes():
     x[:, 3] = x[:, 0] + 0.3 * x[:, 3]
     eta = torch.stack([x[:, 0], -x[:, 0], 0.8 * x[:, 2]], 1)
     y = torch.multinomial(eta.softmax(1), 1, generator=generator)[:, 0].double()
-    return Problem("categorical", x, y, Prior((1.0, 2.0), slab_unit=2.0), intercept=True, outputs=3)
+    return named_problem("categorical", x, y, Prior((1.0, 2.0), slab_unit=2.0), intercept=True)
 
 
 OTHERS = {

@@ -1,0 +1,185 @@
+"""Responses that a user writes have all that the library's own have, against scipy alone."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn.base import clone
+
+from pyro_l0.selection import SpikeSlabGLM, SpikeSlabMultiTaskRegressor, SpikeSlabPoissonRegressor
+from pyro_l0.selection.families import Family, Multivariate, Poisson
+from tests.selection.methods.by_importance import references
+from tests.selection.strangers import Exponential, GammaResponse, Laplace, ZeroInflatedPoisson
+
+
+def features(n=60, p=2, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p))
+    x[:, 1] += x[:, 0]
+    return rng, (x - x.mean(0)) / x.std(0)
+
+
+def sigmoid(theta):
+    return 1 / (1 + np.exp(-theta))
+
+
+def zero_inflated(y, mean, zero):
+    return np.log(zero * (y == 0) + (1 - zero) * stats.poisson.pmf(y, mean))
+
+
+# Of each response: draws given log means, its log density by scipy with a parameter on the whole line, the log density
+# of that, and what it stands for.
+STRANGERS = {
+    "gamma": (
+        GammaResponse(),
+        lambda rng, mean: rng.gamma(3.0, mean / 3.0),
+        lambda y, mean, theta: stats.gamma.logpdf(y, np.exp(theta), scale=mean / np.exp(theta)),
+        lambda theta: stats.gamma.logpdf(np.exp(theta), 2, scale=2) + theta,
+        ("shape_", np.exp),
+    ),
+    "zero-inflated": (
+        ZeroInflatedPoisson(),
+        lambda rng, mean: rng.poisson(mean) * (rng.random(len(mean)) > 0.3),
+        lambda y, mean, theta: zero_inflated(y, mean, sigmoid(theta)),
+        lambda theta: np.log(sigmoid(theta)) + np.log(sigmoid(-theta)),
+        ("zero_", sigmoid),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_posteriors(name):
+    """By importance sampling in scipy: gates to .03, five standard errors of the chains; means of what is learned."""
+    family, draw, by_scipy, prior, (attribute, shown) = STRANGERS[name]
+    rng, x = features(seed=3)
+    y = draw(rng, np.exp(0.5 + 0.25 * x[:, 0])).astype(float)
+    model = SpikeSlabGLM(family=family, random_state=0).fit(x, y)
+
+    def log_density(eta, theta):
+        return by_scipy(y, np.exp(eta[..., 0]), theta).sum(1) + prior(theta)[:, 0]
+
+    pips, coefs, learned = references(x, log_density, 1, shown=shown, size=1000)
+    assert ((pips > 0.05) & (pips < 0.98)).any()
+    assert np.abs(model.pip_ - pips).max() < 5 * model._standard_error.max() + 0.01
+    np.testing.assert_allclose(model.coef_, coefs[:, 0], atol=0.03)
+    np.testing.assert_allclose(getattr(model, attribute), learned[0], rtol=0.08)
+
+
+SLOW = (pytest.param(family, marks=pytest.mark.slow) for family in (ZeroInflatedPoisson(), Laplace()))
+
+
+@pytest.mark.parametrize("family", [GammaResponse(), Exponential(), *SLOW], ids=repr)
+def test_everything_that_an_estimator_does(family):
+    """Weights are repeated rows, an offset is part of the predictor, and predictions are those of the draws."""
+    rng, x = features(40, 3, seed=1)
+    eta = 0.4 + x[:, 2]
+    first = SpikeSlabGLM(family=family, rate=0.4, slab_scale=1.0, random_state=0)
+    parameters = {name: np.full((1, 1), 0.4) for name in family.priors(torch.ones(1), 1.0)}
+    y = family.sample(eta[None], rng, **parameters)[0].astype(float)
+    weight = rng.integers(1, 3, size=len(y))
+    once = clone(first).fit(x, y, weight)
+    twice = clone(first).fit(np.repeat(x, weight, 0), np.repeat(y, weight))
+    np.testing.assert_allclose(once.pip_, twice.pip_, atol=0.05)
+    np.testing.assert_allclose(once.coef_, twice.coef_, atol=0.5 * once.coef_sd_.max())
+    known = np.full(len(y), 0.7)
+    moved = clone(first).fit(x, y, weight, offset=known)
+    assert moved.intercept_ == pytest.approx(once.intercept_ - 0.7, abs=0.1)
+    loaded = pickle.loads(pickle.dumps(once))
+    np.testing.assert_array_equal(loaded.predict(x), once.predict(x))
+
+    draws, arviz = once.sample(1000), once.to_arviz()
+    own = {k: v[:, None] for k, v in draws.items() if k in parameters}
+    predictors = draws["coef"] @ x.T + draws["intercept"][:, None]
+    means = np.broadcast_to(family.mean(predictors, **own), predictors.shape)
+    np.testing.assert_allclose(once.predict(x), means.mean(0), rtol=0.1, atol=0.05)
+    mean, sd = once.predict(x, return_std=True)
+    replicated = family.sample(predictors, rng, **own)
+    np.testing.assert_allclose(sd, replicated.std(0), rtol=0.4)
+    assert (np.abs(mean - replicated.mean(0)) < 6 * sd / np.sqrt(200)).all()
+    lower, upper = once.predict_quantiles(x, [0.1, 0.9]).T
+    inside = (replicated >= lower) & (replicated <= upper)
+    assert 0.75 < inside.mean() < 1
+    assert once.sample_y(x, 5).shape == (len(x), 5)
+    rows = np.repeat(np.arange(len(y)), weight)
+    tensors = {k: torch.from_numpy(v) for k, v in own.items()}
+    by_hand = family.log_prob(torch.from_numpy(y[rows]), torch.from_numpy(predictors[:, rows]), **tensors)
+    np.testing.assert_allclose(arviz.log_likelihood["y"][0], by_hand, rtol=1e-8)
+    assert list(once.select()) == [2]
+    assert once.score(x, y) > 0
+    groups = clone(first).set_params(rate={0: 0.2, 1: 1.0}, groups=[0, 0, 1]).fit(x, y)
+    assert groups.pip_[1] == 1
+
+
+@pytest.mark.parametrize(("family", "twin"), [(Poisson(), SpikeSlabPoissonRegressor)])
+def test_families_of_the_library(family, twin):
+    rng, x = features(30)
+    y = rng.poisson(np.exp(x[:, 0]))
+    one, other = SpikeSlabGLM(family=family, random_state=0).fit(x, y), twin(random_state=0).fit(x, y)
+    for name in ("pip_", "coef_", "intercept_", "log_evidence_"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_several_responses():
+    rng, x = features(30)
+    y = x[:, [0]] * [1.0, -1.0] + rng.normal(size=(30, 2))
+    one = SpikeSlabGLM(family=Multivariate(2), random_state=0).fit(x, y)
+    other = SpikeSlabMultiTaskRegressor(random_state=0).fit(x, y)
+    np.testing.assert_array_equal(one.coef_, other.coef_)
+    assert one.predict(x).shape == (30, 2)
+    assert one.summary().shape == other.summary().shape
+
+
+def test_derivatives_by_autograd():
+    """Those of the log density by scipy."""
+    family, y = GammaResponse(), torch.tensor([0.5, 2.0], dtype=torch.float64)
+    eta = torch.tensor([[0.1, 0.7]], dtype=torch.float64)
+    slope, curvature = family.derivatives(y, eta, shape=torch.tensor([[3.0]], dtype=torch.float64))
+
+    def density(eta):
+        return stats.gamma.logpdf(y.numpy(), 3.0, scale=np.exp(eta) / 3.0)
+
+    e, h = eta.numpy(), 1e-4
+    np.testing.assert_allclose(slope, (density(e + h) - density(e - h)) / (2 * h), rtol=1e-6)
+    np.testing.assert_allclose(curvature, -(density(e + h) - 2 * density(e) + density(e - h)) / h**2, rtol=1e-5)
+
+
+class OneForAll(Exponential):
+    def log_density(self, y, eta):
+        return super().log_density(y, eta).sum(-1)
+
+
+class Column(Exponential):
+    def log_density(self, y, eta):
+        return super().log_density(y, eta)[..., None]
+
+
+class WrongConstant(Exponential):
+    def log_constant(self, y):
+        return -(y + 1).lgamma().sum()
+
+
+@pytest.mark.parametrize("family", [OneForAll(), Column(), WrongConstant()], ids=repr)
+def test_a_density_of_another_shape(family):
+    _, x = features(10)
+    with pytest.raises(ValueError, match=rf"Expected the log density of {type(family).__name__}\(\) to have the shape"):
+        SpikeSlabGLM(family=family).fit(x, np.ones(10) + x[:, 0] ** 2)
+
+
+class Kinked(Laplace):
+    derivatives = Family.derivatives
+
+
+def test_a_density_without_curvature():
+    rng, x = features(10)
+    with pytest.raises(ValueError, match=r"Expected the log density of Kinked\(\) to curve down"):
+        SpikeSlabGLM(family=Kinked()).fit(x, rng.normal(size=10))
+
+
+def test_what_y_may_hold():
+    _, x = features(10)
+    with pytest.raises(ValueError, match=r"family GammaResponse\(\) to hold positive numbers, but got -1"):
+        SpikeSlabGLM(family=GammaResponse()).fit(x, np.full(10, -1.0))
+    with pytest.raises(ValueError, match="family"):
+        SpikeSlabGLM(family="poisson").fit(x, np.ones(10))
