@@ -162,13 +162,7 @@ class NormalForms(Statements):
         if len(given) < 2:
             return next(iter(given), FALSE)
         if given not in self._some:
-            parts = sorted(given)
-            if len(parts) == 2 and self._implies(*parts):
-                self._some[given] = parts[1]
-            elif len(parts) == 2 and self._implies(*reversed(parts)):
-                self._some[given] = parts[0]
-            else:
-                self._some[given] = self._disjunction([self._clauses[x] for x in parts])
+            self._some[given] = self._disjunction([self._clauses[x] for x in sorted(given)])
         return self._some[given]
 
     def implies(self, one: int, other: int) -> bool:
@@ -278,9 +272,12 @@ class NormalForms(Statements):
         """Whether a clause is seen to follow from a statement: from a clause of that, or one of its literals does."""
         known = self._entailed.setdefault(clause, {})
         if one not in known:
-            known[one] = any(
-                self._implies(one, self.of_literals[literal - self._gates]) for literal in self._candidates(one, clause)
-            ) or self._follows(clause, frozenset(self._clauses[one]))
+            own = self._clauses[one]
+            known[one] = (
+                any(x <= clause for x in own)
+                or any(self._implies(one, self.of_literals[x - self._gates]) for x in self._candidates(one, clause))
+                or self._follows(clause, frozenset(own))
+            )
         return known[one]
 
     def _candidates(self, one: int, clause: Clause) -> Iterator[int]:
@@ -309,7 +306,7 @@ class NormalForms(Statements):
         return not implying.isdisjoint(others)
 
     def _is_within(self, one: Clause, other: Clause) -> bool:
-        if len(one) < 2 or one <= other:
+        if len(one) < 2 or len(other) < 2 or one <= other:  # what all literals need stands beside their clause
             return one <= other
         return not self._cases_of(one) & ~self._cases_of(other) and all(
             x in other or (x >= self._gates and self._entails(self.of_literals[x - self._gates], other)) for x in one
