@@ -1,8 +1,8 @@
 """Prune a multilayer perceptron on handwritten digits while it trains.
 
 By default on scikit-learn's 1,797 digits of 8 x 8 pixels, which need no download: an error near 2 % and a
-tenth of the weights left, which is the target. The whole command takes about 12 seconds on two cores of an AMD EPYC
-(Zen 5), of which the training with gates takes five. With ``--data mnist`` it is the L0 paper's first experiment
+tenth of the weights left, which is the target. The whole command takes about 8 seconds on two cores of an AMD EPYC
+(Zen 5), of which the training with gates takes four. With ``--data mnist`` it is the L0 paper's first experiment
 (MLP 784-300-100, Adam, batches of 100, averaged weights, 200 epochs, about 7 minutes on one core):
 ``python examples/mnist.py --data mnist --objective l0 --lam 0.1`` ends at 1.4 to 1.6 % with some 230-216-100 units.
 
