@@ -82,7 +82,7 @@ def test_everything_that_an_estimator_does(family):
     once = clone(first).fit(x, y, weight)
     twice = clone(first).fit(np.repeat(x, weight, 0), np.repeat(y, weight))
     np.testing.assert_allclose(once.pip_, twice.pip_, atol=0.05)
-    np.testing.assert_allclose(once.coef_, twice.coef_, atol=0.5 * once.coef_sd_.max())
+    np.testing.assert_allclose(once.coef_, twice.coef_, atol=0.2 * once.coef_sd_.max())  # each has an error of about .05
     known = np.full(len(y), 0.7)
     moved = clone(first).fit(x, y, weight, offset=known)
     assert moved.intercept_ == pytest.approx(once.intercept_ - 0.7, abs=0.1)
@@ -96,7 +96,7 @@ def test_everything_that_an_estimator_does(family):
     np.testing.assert_allclose(once.predict(x), means.mean(0), rtol=0.1, atol=0.05)
     mean, sd = once.predict(x, return_std=True)
     replicated = family.sample(predictors, rng, **own)
-    np.testing.assert_allclose(sd, replicated.std(0), rtol=0.4)
+    np.testing.assert_allclose(sd, replicated.std(0), rtol=0.25)  # of 1,000 draws with fourth moments of up to 9
     assert (np.abs(mean - replicated.mean(0)) < 6 * sd / np.sqrt(200)).all()
     lower, upper = once.predict_quantiles(x, [0.1, 0.9]).T
     inside = (replicated >= lower) & (replicated <= upper)
