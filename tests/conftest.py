@@ -2,11 +2,16 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 # For scripts that a test starts, and read once by the libraries: so before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # In the user's folder torch.compile finds what another ATEN_CPU_CAPABILITY made, which writes past the ends.
+    _COMPILED = tempfile.TemporaryDirectory(prefix="torchinductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED.name
 
 import pyro
 import pytest

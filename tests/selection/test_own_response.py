@@ -82,7 +82,8 @@ def test_everything_that_an_estimator_does(family):
     once = clone(first).fit(x, y, weight)
     twice = clone(first).fit(np.repeat(x, weight, 0), np.repeat(y, weight))
     np.testing.assert_allclose(once.pip_, twice.pip_, atol=0.05)
-    np.testing.assert_allclose(once.coef_, twice.coef_, atol=0.2 * once.coef_sd_.max())  # each has an error of about .05
+    # Each has an error of about .05 standard deviations.
+    np.testing.assert_allclose(once.coef_, twice.coef_, atol=0.2 * once.coef_sd_.max())
     known = np.full(len(y), 0.7)
     moved = clone(first).fit(x, y, weight, offset=known)
     assert moved.intercept_ == pytest.approx(once.intercept_ - 0.7, abs=0.1)
