@@ -21,6 +21,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from common.data import Images, load_digits
 from common.networks import Classifier
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, fix_gates, gate_heads
+from pyro_l0.nn import L0Gate, fix_gates, gate_heads
 from pyro_l0.nn.gate import gate_names, name_gates
 
 __all__ = ["Options", "Row", "VisionTransformer", "main"]
@@ -213,7 +214,7 @@ class Branch(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.inner = inner
         self.dropout = nn.Dropout(DROPOUT)
-        self.gate = Gate(1)
+        self.gate = L0Gate(1, init_jitter=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the gated branch."""
@@ -232,7 +233,8 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(channels, WIDTH, patch, stride=patch)
         self.positions = nn.Parameter(0.02 * torch.randn((height // patch) * (width // patch), WIDTH))
         self.attention = nn.ModuleList([Branch(Attention()) for _ in range(BLOCKS)])
-        dense = [(nn.Linear(WIDTH, HIDDEN), nn.GELU(), Gate(HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(BLOCKS)]
+        gated = partial(L0Gate, HIDDEN, init_jitter=0.0)
+        dense = [(nn.Linear(WIDTH, HIDDEN), nn.GELU(), gated(), nn.Linear(HIDDEN, WIDTH)) for _ in range(BLOCKS)]
         self.dense = nn.ModuleList([Branch(nn.Sequential(*layers)) for layers in dense])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 10)

@@ -13,7 +13,7 @@ from pyro_l0.diagnostics import diagnose, to_arviz
 from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, check_fit, fit, sample_posterior
 from pyro_l0.infer.reparam import complete_samples
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.pruning import Training, prune
 from pyro_l0.selection.credible_sets import credible_sets
@@ -22,7 +22,7 @@ from pyro_l0.selection.methods.enumeration import exact_posterior
 
 def network():
     """A network with a gate."""
-    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 1))
 
 
 def plain():
@@ -161,7 +161,7 @@ def test_types_of_arguments(name, argument):
 
 @pytest.mark.parametrize("bad", [{"1": 3}, {1: torch.ones(3)}])
 def test_gates_of_prune_are_gates(bad):
-    with pytest.raises(TypeError, match=r"Expected gates\[.*\] to be a Gate or an L0Gate, but got a value of type"):
+    with pytest.raises(TypeError, match=r"Expected gates\[.*\] to be an L0Gate, but got a value of type"):
         prune(**pruned(), gates=bad)
 
 

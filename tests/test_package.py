@@ -25,7 +25,7 @@ parts = ("compaction", "diagnostics", "infer", "nn")
 assert not [name for name in sys.modules if name.startswith(tuple(f"pyro_l0.{part}" for part in parts))]
 assert "torch._dynamo" not in sys.modules  # which takes a second
 assert {*parts, *pyro_l0.__all__, "__version__"} <= set(dir(pyro_l0))
-assert pyro_l0.nn.Gate(3).size == 3
+assert pyro_l0.nn.L0Gate(3).size == 3
 assert callable(pyro_l0.infer.L0_ELBO) and callable(pyro_l0.diagnostics.diagnose)
 assert pyro_l0.compaction is sys.modules["pyro_l0.compaction"]
 assert not hasattr(pyro_l0, "compression")
@@ -110,7 +110,7 @@ from pyro_l0 import BernoulliGate, HardConcrete, prune
 from pyro_l0.compaction import compact
 from pyro_l0.diagnostics import to_arviz
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, check_fit, factor, fit
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 
 pyro.set_rng_seed(0)
@@ -118,7 +118,7 @@ x = torch.randn(200, 4)
 y = x @ torch.tensor([1.0, 0.0, -1.0, 0.0]) + torch.randn(200)
 
 for dtype in (torch.float64, torch.float32):
-    net = nn.Sequential(Gate(4), nn.Linear(4, 16), nn.Tanh(), Gate(16), nn.Linear(16, 1)).to(dtype)
+    net = nn.Sequential(L0Gate(4), nn.Linear(4, 16), nn.Tanh(), L0Gate(16), nn.Linear(16, 1)).to(dtype)
     def model(x, y):
         factor("y", -(net(x)[:, 0] - y).square().sum())
     data = x.to(dtype), y.to(dtype)

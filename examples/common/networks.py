@@ -16,7 +16,7 @@ from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.mixtures import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.l0_gate import FAMILIES as PATHWISE
 
 __all__ = [
@@ -99,7 +99,7 @@ def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale:
     """
     layers: list[nn.Module] = []
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-        layers.append(Gate(fan_in, prior=prior))
+        layers.append(L0Gate(fan_in, prior=prior, init_jitter=0.0))
         if slab_scale is None:
             layers.append(nn.Linear(fan_in, fan_out))
             # A larger start than torch's, since gates shrink the signal; chosen on held-out images over the still
@@ -130,16 +130,16 @@ def lenet5(prior: GateDistribution | None = None) -> nn.Sequential:
         nn.Conv2d(1, 20, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        Gate(20, dim=1, prior=prior),
+        L0Gate(20, dim=1, prior=prior, init_jitter=0.0),
         nn.Conv2d(20, 50, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        Gate(50, dim=1, prior=prior),
+        L0Gate(50, dim=1, prior=prior, init_jitter=0.0),
         nn.Flatten(),
-        Gate(800, prior=prior),
+        L0Gate(800, prior=prior, init_jitter=0.0),
         nn.Linear(800, 500),
         nn.ReLU(),
-        Gate(500, prior=prior),
+        L0Gate(500, prior=prior, init_jitter=0.0),
         nn.Linear(500, 10),
     ]
     for layer in layers:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 
 __all__ = ["ResidualNetwork", "wide_resnet"]
 
@@ -22,7 +22,7 @@ class WideBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(in_maps)
         self.conv1 = nn.Conv2d(in_maps, maps, 3, stride, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(maps)
-        self.gate = Gate(maps, dim=1, prior=prior)
+        self.gate = L0Gate(maps, dim=1, prior=prior, init_jitter=0.0)
         self.conv2 = nn.Conv2d(maps, maps, 3, 1, 1, bias=False)
         self.shortcut = nn.Conv2d(in_maps, maps, 1, stride, bias=False) if in_maps != maps or stride != 1 else None
 

@@ -64,8 +64,8 @@ def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -
 
     Example:
         >>> from pyro_l0.compaction import compact
-        >>> from pyro_l0.nn import Gate
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> from pyro_l0.nn import L0Gate
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 1))
         >>> plan = compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).plan
         >>> apply_plan(net, plan)[0]
         Linear(in_features=2, out_features=2, bias=True)

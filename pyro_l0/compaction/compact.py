@@ -358,8 +358,8 @@ def compact(
 
     Example:
         >>> import torch
-        >>> from pyro_l0.nn import Gate
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> from pyro_l0.nn import L0Gate
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 1))
         >>> small = compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2))
         >>> small.network[0], small.plan.remaining["0.weight"]
         (Linear(in_features=2, out_features=2, bias=True), ((0, 2), None))

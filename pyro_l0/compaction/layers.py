@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
 from pyro_l0.nn.engine.maps import ZERO, runs_as
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate import Gate, GateLayer, keep_being_called
+from pyro_l0.nn.gate import GateLayer, keep_being_called
 
 
 class _Shifted(nn.Module):
@@ -260,7 +260,7 @@ def change_gate(
     assert isinstance(gate, GateLayer)
     before: nn.Module = nn.Identity()
     after: nn.Module = nn.Identity()
-    new: nn.Module = NoGate() if change.takes_dim and not isinstance(gate, Gate) else nn.Identity()
+    new: nn.Module = NoGate() if change.takes_dim else nn.Identity()
     if change.read != tuple(range(change.size)):
         before = Select(change.read, gate.dim, change.size, change.reads_input).to(like.device)
     if change.put != tuple(range(change.out)):

@@ -115,8 +115,8 @@ class Shrinker:
 
     Example:
         >>> from pyro_l0.infer import AutoGate
-        >>> from pyro_l0.nn import Gate
-        >>> network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> from pyro_l0.nn import L0Gate
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 1))
         >>> guide = AutoGate(network)
         >>> _ = guide(torch.ones(1, 2))
         >>> optimiser = torch.optim.Adam([*network.parameters(), *guide.parameters()])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import pyro
@@ -15,11 +16,12 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from pyro_l0.fast.switch import is_on
 
-__all__ = ["Record", "Site", "is_deterministic", "is_drawn", "is_likelihood", "sample", "sole_record"]
+__all__ = ["Record", "Site", "free_name", "is_deterministic", "is_drawn", "is_likelihood", "sample", "sole_record"]
 
 Site = Any  # a message of Pyro's
 
@@ -148,13 +150,47 @@ def sample(name: str, fn: TorchDistributionMixin) -> Tensor:
     record = sole_record()
     if record is not None:
         before = record.sites.get(name)
-        return record.sample(name, fn) if before is None or before["fn"] is not fn else before["value"]
-    for handler in runtime._PYRO_STACK:
-        sites = handler.sites if isinstance(handler, Record) else None
-        if isinstance(handler, TraceMessenger):
-            sites = handler.trace.nodes
-        if sites is not None and name in sites and sites[name].get("fn") is fn:
+        if before is not None and before["fn"] is not fn:
+            raise _same_name(name)
+        return record.sample(name, fn) if before is None else before["value"]
+    for sites in _recorded():
+        if name in sites:
+            if sites[name].get("fn") is not fn:
+                raise _same_name(name)
             again: Tensor = sites[name]["value"]
             return again
     value: Tensor = pyro.sample(name, fn)
     return value
+
+
+def _same_name(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Expected sites of different names, but two gates are called {name!r}, or another site is called so. Call "
+        "name_gates(network) of the whole network before."
+    )
+
+
+@_disable_dynamo  # torch.compiler.disable imports the compiler at once
+def free_name(stem: str) -> str:
+    """The stem with the first number that makes it the name of no site recorded so far.
+
+    Raises:
+        RuntimeError: no handler records sites.
+    """
+    recorded = list(_recorded())
+    if not recorded:
+        raise RuntimeError(
+            "Expected a gate with a name, or a run whose sites are recorded, but got neither; call "
+            "pyro_l0.nn.gate.name_gates(network) before."
+        )
+    names = (f"{stem}{number}" for number in count())
+    return next(name for name in names if not any(name in sites for sites in recorded))
+
+
+def _recorded() -> Iterator[Mapping[str, Site]]:
+    """The sites of each active handler that records them."""
+    for handler in runtime._PYRO_STACK:
+        if isinstance(handler, Record):
+            yield handler.sites
+        elif isinstance(handler, TraceMessenger) and not handler.param_only:
+            yield handler.trace.nodes

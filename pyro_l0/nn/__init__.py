@@ -2,7 +2,6 @@
 
 from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.fixed import fix_gates
-from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.heads import gate_heads
 from pyro_l0.nn.insert import insert_gates
 from pyro_l0.nn.l0_gate import L0Gate, NetworkGates, penalty
@@ -10,7 +9,6 @@ from pyro_l0.nn.suggest import suggest_gates
 from pyro_l0.nn.weights import gate_weights
 
 __all__ = [
-    "Gate",
     "L0Gate",
     "NetworkCost",
     "NetworkGates",

@@ -395,7 +395,7 @@ class NetworkCost:
     sizes that compaction would give each tensor; at its first use, each formula with these.
 
     Args:
-        network: any network with :class:`~pyro_l0.nn.Gate` or L0Gate layers.
+        network: any network with :class:`~pyro_l0.nn.L0Gate` layers.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
             such calls, whose multiply-adds are counted together.
 
@@ -414,8 +414,8 @@ class NetworkCost:
             the network does not take.
 
     Example:
-        >>> from pyro_l0.nn import Gate
-        >>> net = nn.Sequential(Gate(4), nn.Linear(4, 3), Gate(3), nn.Linear(3, 2))
+        >>> from pyro_l0.nn import L0Gate
+        >>> net = nn.Sequential(L0Gate(4), nn.Linear(4, 3), L0Gate(3), nn.Linear(3, 2))
         >>> cost = NetworkCost(net, torch.ones(1, 4))
         >>> cost.group_sizes, cost.total_weights
         ({'0': 3.0, '2': 2.0}, 18)
@@ -491,8 +491,8 @@ class NetworkCost:
         """The units that stay even if their gates close, and why.
 
         Example:
-            >>> from pyro_l0.nn import Gate
-            >>> net = nn.Sequential(nn.Linear(2, 3), Gate(3))
+            >>> from pyro_l0.nn import L0Gate
+            >>> net = nn.Sequential(nn.Linear(2, 3), L0Gate(3))
             >>> print(NetworkCost(net, torch.ones(1, 2)).report())
             gate '1', units 0-2: stay behind the gate (network output)
         """

@@ -16,14 +16,14 @@ __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 
 
 class FixedGate(nn.Module):
-    """Multiply dimension ``dim`` by given values; :func:`~pyro_l0.nn.fix_gates` puts it in place of a Gate.
+    """Multiply dimension ``dim`` by given values; :func:`~pyro_l0.nn.fix_gates` puts it in place of a gate.
 
     Args:
         value: the gates, shape ``(size,)``; a buffer of the module.
         dim: dimension of the input that holds the units.
 
     Raises:
-        ValueError: a shape does not fit, as for :class:`~pyro_l0.nn.Gate`.
+        ValueError: a shape does not fit, as for :class:`~pyro_l0.nn.L0Gate`.
         TypeError: ``value`` or the input is not a tensor, or the input is not of a floating or complex type.
 
     Example:
@@ -70,7 +70,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     """Copy a network and fix its gates to given values, for deterministic evaluation.
 
     Args:
-        network: a network with :class:`~pyro_l0.nn.Gate` or L0Gate layers; it is not changed.
+        network: a network with :class:`~pyro_l0.nn.L0Gate` layers; it is not changed.
         gates: values in [0, 1] by site name, each of shape ``(size,)``, such as ``guide.test_gates()``.
 
     Raises:
@@ -79,8 +79,8 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
         TypeError: ``gates`` is not a mapping of tensors.
 
     Example:
-        >>> from pyro_l0.nn import Gate
-        >>> net = nn.Sequential(Gate(2), nn.Linear(2, 1))
+        >>> from pyro_l0.nn import L0Gate
+        >>> net = nn.Sequential(L0Gate(2), nn.Linear(2, 1))
         >>> fix_gates(net, {"0": torch.tensor([1.0, 0.0])})[0]
         FixedGate(2, dim=-1)
     """

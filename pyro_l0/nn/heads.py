@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from pyro_l0.expect import expect_count
 from pyro_l0.nn.calls import refuse_idle
 from pyro_l0.nn.engine.record import Example, copied
-from pyro_l0.nn.gate import Gate, check_given
+from pyro_l0.nn.gate import check_given
 from pyro_l0.nn.insert import GateHook, arrange, has_hook, module_at
+from pyro_l0.nn.l0_gate import L0Gate
 
 __all__ = ["PlainAttention", "gate_heads", "is_dense"]
 
@@ -189,7 +190,7 @@ class _HeadsHook(GateHook):
     suffix = "gate"
 
     def __init__(self, projection: nn.Module, heads: int) -> None:
-        super().__init__(Gate(heads, dim=-2))
+        super().__init__(L0Gate(heads, dim=-2, init_jitter=0.0))
         self.heads = heads
         self.handles.append(projection.register_forward_pre_hook(self))
 
@@ -222,7 +223,7 @@ def _check_projection(network: nn.Module, path: str, projection: nn.Module, head
     if not is_dense(projection):
         raise TypeError(
             f"Expected a dense layer at {path!r}, which reads the heads side by side, but got "
-            f"{type(projection).__name__}; write a Gate(heads, dim=...) into the network's forward."
+            f"{type(projection).__name__}; write an L0Gate(heads, dim=...) into the network's forward."
         )
     _refuse_shared(network, path, projection)
     weight = projection.weight
@@ -237,7 +238,7 @@ def _refuse_shared(network: nn.Module, path: str, module: nn.Module) -> None:
     if len(names) > 1:
         raise ValueError(
             f"Expected {path!r} to be a module of one name, but it is at {' and at '.join(map(repr, names))}; "
-            "write a Gate(heads, dim=...) into the network's forward."
+            "write an L0Gate(heads, dim=...) into the network's forward."
         )
 
 

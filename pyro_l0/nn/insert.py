@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import chain, count
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from pyro_l0.expect import expect
 from pyro_l0.nn.calls import ModuleCall, follow_calls, refuse_idle
 from pyro_l0.nn.engine.record import Example, Value, copied
-from pyro_l0.nn.gate import Gate, GateHolder, GateLayer, check_given
+from pyro_l0.nn.gate import GateHolder, GateLayer, check_given, name_gates
 
 _HOLDER = "l0_gates"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # run or count all that they hold
@@ -80,7 +81,7 @@ def hooks_of(module: nn.Module, path: str = "", seen: set[nn.Module] | None = No
 
 
 def arrange(network: nn.Module) -> None:
-    """Register the gates of a network's hooks under one holder, at their sites, in place."""
+    """Register the gates of a network's hooks under one holder, at their sites, and name all gates, in place."""
     holders = {path: module for path, module in network.named_modules() if isinstance(module, GateHolder)}
     own = next((path for path, module in holders.items() if not _above(path, module)), None)
     elsewhere = {inner for path, holder in holders.items() if path != own for inner in holder.modules()}
@@ -92,8 +93,6 @@ def arrange(network: nn.Module) -> None:
     for path, hook in found:
         others = {*taken, *sites.values(), *(other for other, _ in found)}
         sites.setdefault(hook.gate, _free_site(path, hook.suffix, others))
-    if not sites:
-        return
     at = _path_of_holder(network)
     holder = GateHolder(len(at.split(".")) if at else 0)
     for gate, site in sites.items():
@@ -104,10 +103,10 @@ def arrange(network: nn.Module) -> None:
                 parent.add_module(name, nn.Module())
             parent = parent.get_submodule(name)
         parent.add_module(last, gate)
-        if isinstance(gate, Gate):
-            gate.site_of_hook = site
     holder.train(network.training)
-    network.get_submodule(at).add_module(_HOLDER, holder)
+    if sites:
+        network.get_submodule(at).add_module(_HOLDER, holder)
+    name_gates(network)
 
 
 def _free_site(path: str, suffix: str, others: Collection[str]) -> str:
@@ -158,9 +157,9 @@ def _take_out(network: nn.Module, path: str) -> None:
 
 
 def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Example | None = None) -> nn.Module:
-    """Copy a network and put gates behind named modules.
+    """Copy a network, and put copies of gates behind named modules.
 
-    Behind ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` goes ``Gate(hidden_size)``. It multiplies hidden units of one number,
+    Behind ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` goes ``L0Gate(hidden_size)``. It multiplies hidden units of one number,
     in all layers and directions, wherever they are read: in the recurrent weights and those between layers, in the
     output and in the last hidden state. So nothing else depends on a closed unit, and the layer runs as one operation.
 
@@ -171,7 +170,8 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
     Args:
         network: the network; it is not changed, and weights are not shared.
         gates: by module path, the gate for the module's output, such as the result of
-            :func:`~pyro_l0.nn.suggest_gates`. One gated module may contain another.
+            :func:`~pyro_l0.nn.suggest_gates`. What is one gate at several paths is one in the copy, as on a residual
+            stream. One gated module may contain another.
         example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; give it to refuse
             modules that are never called, gates of another size than their outputs, and gates that change no output.
 
@@ -181,15 +181,17 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
         TypeError: ``network`` is not a module, ``gates`` is not a mapping, or a value is not a gate.
 
     Example:
-        >>> from pyro_l0.nn import Gate
+        >>> from pyro_l0.nn import L0Gate
         >>> from pyro_l0.nn.gate import gate_names
-        >>> gate_names(insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": Gate(3)}))
-        {'1.1': Gate(3, dim=-1)}
+        >>> gate_names(
+        ...     insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": L0Gate(3)})
+        ... )
+        {'1.1': L0Gate(3, dim=-1, HardConcrete)}
     """
-    check_given(network, gates, "gates by module path, such as {'1': Gate(3)}")
+    check_given(network, gates, "gates by module path, such as {'1': L0Gate(3)}")
     _check_gates(network, gates, example)
     new = copied(network)
-    for path, gate in gates.items():
+    for path, gate in copy.deepcopy(dict(gates)).items():
         module = new.get_submodule(path)
         (_RecurrentHook if isinstance(module, nn.RNNBase) else _OutputHook)(module, gate)
     arrange(new)
@@ -204,7 +206,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
     followed = None if example is None else follow_calls(network, example)
     for path, gate in gates.items():
         module_at(network, path, "modules")
-        expect(GateLayer, "a Gate", **{f"gates[{path!r}]": gate})
+        expect(GateLayer, "an L0Gate", **{f"gates[{path!r}]": gate})
         calls = None if followed is None else followed.of_one(modules[path])
         _check_insertion_point(
             modules, path, gate, calls, [other for other in gates if modules.get(other) is modules[path]]
@@ -216,7 +218,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
             found = " and at ".join(f"{path!r} behind {call.behind}" for call in calls or [])
             raise ValueError(
                 f"Expected {path!r} to be called on the same units each time, which share a gate, but it is called at "
-                f"{found}; make a module for each call, or write the Gate into the network's forward."
+                f"{found}; make a module for each call, or write the L0Gate into the network's forward."
             )
 
 
@@ -286,7 +288,7 @@ def _check_size(path: str, gate: GateLayer, output: Value | None) -> None:
         return
     if not -output.rank <= gate.dim < output.rank or output.shape[gate.dim] != gate.size:
         raise ValueError(
-            f"Expected a Gate for the output of {path!r}, of shape {output.shape}, the batch first, but got {gate!r}."
+            f"Expected a gate for the output of {path!r}, of shape {output.shape}, the batch first, but got {gate!r}."
         )
 
 
@@ -303,7 +305,7 @@ def _check_insertion_point(
     if isinstance(module, nn.RNNBase) and (module.proj_size or (gate.size, gate.dim) != (module.hidden_size, -1)):
         found = f"proj_size={module.proj_size}" if module.proj_size else repr(gate)
         raise ValueError(
-            f"Expected Gate({module.hidden_size}) for the hidden units of {path!r}, a recurrent layer without "
+            f"Expected L0Gate({module.hidden_size}) for the hidden units of {path!r}, a recurrent layer without "
             f"proj_size, but got {found}."
         )
     if calls == [] or isinstance(module, (nn.ModuleList, nn.ModuleDict)):

@@ -1,13 +1,17 @@
-"""A gate that is a plain module, and the L0Gates of a network as targets, shrinking and diagnostics ask for them."""
+"""The gate layer, and the gates of a network as targets, shrinking and diagnostics ask for them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
-from typing import Any, NamedTuple, Self
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Self
 
+import pyro
 import torch
+from pyro.poutine import runtime
+from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, distributed, nn
 from torch.distributions import constraints, kl_divergence
 
@@ -23,6 +27,7 @@ from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.products import has_top_hooks, may_be_in_block
 from pyro_l0.fast.switch import is_on
+from pyro_l0.infer.record import free_name, sample
 from pyro_l0.nn.gate import GateLayer, check_units, gate_names, keep_being_called
 
 __all__ = ["FAMILIES", "L0Gate", "NetworkGates", "penalty"]
@@ -43,16 +48,25 @@ Family = str | type[GateDistribution]
 
 
 class L0Gate(GateLayer):
-    r"""Gates with parameters of their own, for any torch training loop.
+    r"""A random gate for each unit, in any torch training loop and in models of Pyro.
 
-    ``gate()`` is a value of each gate, random in training mode and deterministic (the test gate, Eq. 13) in
-    evaluation mode; ``gate(x)`` multiplies ``x`` by it. The L0 objective (Eq. 22) is the task's loss plus a price on
-    open gates, :func:`penalty`; the free energy (Eq. 21) is the task's loss plus :meth:`kl`. For budgets, costs and
+    ``gate()`` is a value of each gate, ``gate(x)`` multiplies ``x`` by it. Put it behind the nonlinearity, where a
+    closed gate makes its unit a true zero.
+
+    In a torch loop the layer's own parameters are the gates' posterior: values are random in training mode, and
+    deterministic (the test gate, Eq. 13) in evaluation mode. The L0 objective (Eq. 22) is the task's loss plus a price
+    on open gates, :func:`penalty`; the free energy (Eq. 21) is the task's loss plus :meth:`kl`. For budgets, costs and
     compaction see :class:`NetworkGates`.
+
+    In a model of Pyro the gates are a sample site of their ``prior``, with a posterior in a guide such as
+    :class:`~pyro_l0.infer.AutoGate`. From then on a call without the guide is refused, until :class:`NetworkGates`
+    is made of the network.
 
     Args:
         *shape: shape of the gates, such as ``L0Gate(300)`` for 300 units.
         dim: dimension of the input that holds the units; -1 for features, 1 for feature maps.
+        prior: in a model of Pyro, the prior of one gate, or of each; by default one of the family that is open with
+            probability 1/2. Only objectives with a gate KL use it.
         family: a name of :data:`~pyro_l0.nn.l0_gate.FAMILIES`, or a class of gates with pathwise draws and learned
             parameters.
         init_active_prob: P(z != 0) at the start.
@@ -68,13 +82,18 @@ class L0Gate(GateLayer):
 
     Note:
         Values are computed in float32 at least, under autocast and in half precision too; products have the type of
-        ``x``. Every call draws anew, but in a call of a network that :class:`NetworkGates` knows, which draws all of
-        its gates once. Blocks of ``torch.utils.checkpoint`` have the same gates when they run again, if they preserve
-        the random state. Under FSDP pass the gates, which are few, as ``ignored_params`` and average their gradients.
+        ``x``. Every call draws anew, but in a run of a model, and in a call of a network that :class:`NetworkGates`
+        knows, which draws all of its gates once. A block of ``torch.utils.checkpoint`` that runs again has the gates
+        of its network's last call, and refuses if these are others than at first. The layer behind may apply gates to
+        its weights instead: ask for a gradient of the output itself (``retain_grad``, ``register_hook``) before it is
+        read. Under FSDP pass the gates, which are few, as ``ignored_params`` and average their gradients.
 
     Raises:
-        ValueError: a size or rate is out of range, the family is unknown, or the input has another number of units.
-        TypeError: an argument has the wrong type.
+        ValueError: a size or rate is out of range, ``dim`` of a row of gates is 0, the batch, the family is unknown, or
+            the input has another number of units.
+        TypeError: an argument has the wrong type, or the input is not a tensor of a floating or complex type.
+        RuntimeError: a model of Pyro has had the gate as a site, and it is called without; or a checkpointed block runs
+            again and gets other gates.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -89,11 +108,14 @@ class L0Gate(GateLayer):
     """
 
     is_reached = False  # by a call, since NetworkGates knows it
+    is_latent = False  # whether a model has had it as a site, so that a guide has its posterior
+    prior: GateDistribution | None = None  # None if a network computes the gates, which are no site then
 
     def __init__(
         self,
         *shape: int,
         dim: int = -1,
+        prior: GateDistribution | None = None,
         family: Family = "hard_concrete",
         init_active_prob: float = 0.9,
         init_jitter: float = 0.01,
@@ -108,10 +130,15 @@ class L0Gate(GateLayer):
         kind, options = _family(family, family_options)
         check_rate("init_active_prob", init_active_prob, kind.__name__)
         template = kind.from_active_prob(torch.tensor(float(init_active_prob)), **options)
-        self._set_up(template, torch.Size(shape), dim, sync_draws)
+        self._set_up(template, torch.Size(map(int, shape)), dim, sync_draws)
+        if len(shape) == 1 and dim == 0:
+            raise ValueError("Expected dim to be a dimension of units, but got 0, the batch.")
+        prior = kind.from_active_prob(0.5, **options) if prior is None else prior
+        expect(GateDistribution, "a gate distribution", prior=prior)
+        self._expand(prior)
         for i, (name, value) in enumerate(template.on_real_line().items()):
             start = value.expand(shape).clone()
-            if i == 0:
+            if i == 0 and init_jitter:
                 start += init_jitter * torch.randn(shape)
             self.register_parameter(name, nn.Parameter(start))
 
@@ -148,15 +175,19 @@ class L0Gate(GateLayer):
         return gate
 
     def _set_up(self, template: GateDistribution, shape: torch.Size, dim: int, sync_draws: bool) -> None:
-        expect(int, "a whole number", dim=dim)
+        expect(Integral, "a whole number", dim=dim)
         expect(bool, "True or False", sync_draws=sync_draws)
         nn.Module.__init__(self)
-        self.shape, self.dim, self.sync_draws = shape, dim, sync_draws
+        self.shape, self.dim, self.sync_draws = shape, int(dim), sync_draws
         self.size = shape[-1] if shape else 1
         self.site_name = None
         self.drawn: Drawn | None = None
         self._template = template
         self.register_forward_pre_hook(keep_being_called)
+
+    def _expand(self, prior: GateDistribution) -> None:
+        self.prior = prior.expand(self.shape)
+        self._site = self.prior.to_event(len(self.shape))  # type: ignore[no-untyped-call]
 
     @property
     def distribution(self) -> GateDistribution:
@@ -206,46 +237,74 @@ class L0Gate(GateLayer):
     def forward(self, x: Tensor | None = None, dim: int | None = None) -> Tensor:
         """The gates' values, or ``x`` multiplied by them; ``dim`` overrides that of the constructor."""
         self.is_reached = True
+        dim = self.dim if dim is None else dim
+        if x is not None:
+            check_units(x, self.size, dim, self.site_name or self)
         in_block = may_be_in_block()
-        z, is_kept = self._value(in_block) if self.training else (self.test_gate, False)
-        name, dim = self.site_name or self, self.dim if dim is None else dim
+        z = self._value(in_block)
         if x is None:
-            out = z.clone()  # not the value that the other calls of the gate have, which it may be changed in
-        else:
-            check_units(x, self.size, dim, name)
-            out = self.multiply(x, z, dim, in_block)
-            if len(self.shape) > 1 and out.shape != x.shape:
-                raise ValueError(
-                    f"Expected an input that gates of shape {tuple(self.shape)} at {name} multiply without enlarging "
-                    f"it, but got one of shape {tuple(x.shape)}."
-                )
-        if is_kept and out.grad_fn is not None:
-            graph: dict[object, object] = out.grad_fn.metadata  # type: ignore[assignment]  # which torch types wrongly
-            graph["value of a gate"] = z
+            return z.clone()  # not the value that the other calls of the gate have, which it may be changed in
+        out = self.multiply(x, z, dim, in_block)
+        if len(self.shape) > 1 and out.shape != x.shape:
+            raise ValueError(
+                f"Expected an input that gates of shape {tuple(self.shape)} at {self.site_name or self} multiply "
+                f"without enlarging it, but got one of shape {tuple(x.shape)}."
+            )
         return out
 
-    def _value(self, in_block: bool) -> tuple[Tensor, bool]:
-        """The value of the network's call, or an own one, and whether the graph behind the gate must keep it."""
-        drawn, is_backward = self.drawn, in_block and torch._C._current_graph_task_id() != -1
-        now = torch.is_grad_enabled(), torch._C._current_graph_task_id() if in_block else -1
-        if drawn is not None and (drawn.with_grad, drawn.task if in_block else -1) == now:
+    def _value(self, in_block: bool) -> Tensor:
+        """A draw, or the one that holds; in evaluation mode the test gate, unless a model has the gate as a site."""
+        task = torch._C._current_graph_task_id() if in_block else -1
+        drawn, is_first = self.drawn, task == -1
+        if is_first and self.prior is not None and _in_model():
+            value = self._site_value()
             if in_block:
-                values = _in_blocks.setdefault(self, WeakValueDictionary())
-                state = _random_state(drawn.value)
-                # If a block around the network runs again, the value of its first run stays, whose graph lasts longer.
-                values[state] = values.get(state, drawn.value) if is_backward else drawn.value
-            return drawn.value, in_block
-        saved = _in_blocks.get(self) if is_backward and has_top_hooks() else None
-        if not saved:
-            return draw([self])[0][0], False
-        value = saved.get(_random_state(self.location))
-        if value is None:
-            raise RuntimeError(
-                f"Expected a checkpointed block to call gate {self.site_name or self} with the random state of its "
-                "first run, but got another. Use torch.utils.checkpoint with preserve_rng_state=True, on a block that "
-                "makes the same calls twice."
+                self.drawn = Drawn(value, torch.is_grad_enabled(), self, is_over=True, in_block=True)
+        elif not (self.training or self.is_latent):
+            return self.test_gate
+        elif drawn is not None and drawn.in_block and not is_first and has_top_hooks():
+            value = drawn.value  # a checkpointed block runs again
+        elif self.is_latent:
+            raise self._without_guide(is_first)
+        elif (
+            drawn is not None
+            and not drawn.is_over
+            and (drawn.with_grad, drawn.task if in_block else -1)
+            == (
+                torch.is_grad_enabled(),
+                task,
             )
-        return value.detach().requires_grad_(value.requires_grad), False
+        ):
+            value, drawn.in_block = drawn.value, in_block or drawn.in_block
+        else:
+            value = draw([self])[0][0]
+        if in_block and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            value = value if value.requires_grad else value.detach().requires_grad_()
+            value = _SameAgain.apply(value, self.site_name or self)  # type: ignore[no-untyped-call]
+        return value
+
+    def _site_value(self) -> Tensor:
+        """The value that a model's run has for the site."""
+        name = self.site_name
+        if name is None:
+            name = self.site_name = free_name("gate")
+        if not self.is_latent:
+            self.is_latent = True
+        value = sample(name, self._site)
+        if value.dim() > len(self.shape):
+            _warn_inside_data(name)
+        return value
+
+    def _without_guide(self, is_first: bool) -> RuntimeError:
+        what = (
+            "a run of the model of which it is a site, but it is called without, so that nothing gives its value. "
+            "Evaluate fix_gates(network, guide.test_gates()), or the network of compact; NetworkGates(network) returns "
+            "to the gates' own parameters"
+            if is_first
+            else "checkpointed blocks that keep their graph, but one with use_reentrant=True runs again for its "
+            "gradient. Pass use_reentrant=False"
+        )
+        return RuntimeError(f"Expected gate {self.site_name!r} in {what}.")
 
     def narrow(self, index: Tensor) -> None:
         """Keep the gates at some indices, shape ``(n,)``, in place, with new parameters."""
@@ -254,45 +313,79 @@ class L0Gate(GateLayer):
         for name, old in list(self._parameters.items()):
             assert old is not None
             setattr(self, name, nn.Parameter(old.detach()[index.to(old.device)].clone(), old.requires_grad))
-        self.size, self.shape = len(index), torch.Size([len(index)])
+        self.size, self.shape, self.drawn = len(index), torch.Size([len(index)]), None
+        if self.prior is not None:
+            self._expand(self.prior.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == size else x))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._parameters:  # options that are tensors move with the parameters
             self._template = self._template.apply_to_tensors(fn)
+        if self.prior is not None:
+            self._expand(self.prior.apply_to_tensors(fn))
         return self
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "drawn": None}  # which has a graph
 
     def extra_repr(self) -> str:
         """Shape, dimension and family."""
         return f"{', '.join(map(str, self.shape))}, dim={self.dim}, {type(self._template).__name__}"
 
 
-class Drawn(NamedTuple):
-    """A gate's value in a call of its network."""
+@dataclass
+class Drawn:
+    """A gate's value in a call of its network, and what it stands for afterwards."""
 
     value: Tensor
     with_grad: bool  # whether it was drawn with a graph
-    by: nn.Module  # the network
+    by: nn.Module  # the network; the gate itself if a model has it as a site
     task: int = -1  # the backward pass in which it was drawn
+    is_over: bool = False  # whether the call has ended
+    in_block: bool = False  # whether a checkpointed block may have taken it, which takes it again
 
 
-# By gate and random state, its value in a checkpointed block, for as long as a graph may run the block again.
-_in_blocks: WeakKeyDictionary[L0Gate, WeakValueDictionary[bytes, Tensor]] = WeakKeyDictionary()
+class _SameAgain(torch.autograd.Function):
+    """Its input; the backward pass refuses if the checkpointed block around it had another one when it ran again."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, name: object) -> Tensor:
+        ctx.first, ctx.name = z.detach(), name
+        ctx.save_for_backward(z)  # of which a block makes a new one
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (again,) = ctx.saved_tensors
+        if not torch.equal(again, ctx.first):
+            raise RuntimeError(
+                f"Expected a checkpointed block that runs again to have the value of gate {ctx.name} that it had at "
+                "first, but its network has been called since, or its random state is another. Go backward after each "
+                "call of the network, and keep preserve_rng_state=True."
+            )
+        return grad, None
 
 
-def _random_state(like: Tensor) -> bytes:
-    is_cpu = like.device.type in ("cpu", "meta")
-    state = torch.get_rng_state() if is_cpu else torch.get_device_module(like.device).get_rng_state(like.device)
-    return bytes(state.numpy().tobytes())
+def _in_model() -> bool:
+    """Whether a handler is active that may give sites a value; plates don't."""
+    stack = runtime._PYRO_STACK
+    return bool(stack) and not all(isinstance(handler, IndepMessenger) for handler in stack)
+
+
+def _warn_inside_data(name: str) -> None:
+    """Warn of a subsampled plate around the network, which gives every example its own gates."""
+    for handler in runtime._PYRO_STACK:
+        if isinstance(handler, pyro.plate) and handler.subsample_size < handler.size:
+            warnings.warn(
+                f"Gate {name!r} is sampled inside the subsampled plate {handler.name!r}, so that every example has "
+                "its own gates, and none can be pruned; call the network before the plate.",
+                stacklevel=3,
+            )
 
 
 def _versions(gates: Iterable[L0Gate]) -> list[tuple[int, int]]:
     """Parameters, and how often each was changed in place."""
     return [(id(x), x._version) for gate in gates for x in gate._parameters.values() if x is not None]
-
-
-# By network: the parameters at its last call, and P(z != 0), which costs less beside the draw and holds them.
-_joint_draws: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], Tensor]] = WeakKeyDictionary()
 
 
 def draw(gates: Sequence[L0Gate]) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -322,33 +415,41 @@ class _CallHook:
 
     def __init__(self, network: nn.Module) -> None:
         self.has_trained = False  # since the gates are watched
+        # P(z != 0) of the last draw, which costs less beside it, and of which parameters; for one price.
+        self.priced: tuple[list[tuple[int, int]], Tensor] | None = None
         self.handles = [
             network.register_forward_pre_hook(self),
             network.register_forward_hook(self.forget, always_call=True),
         ]
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "priced": None}
+
     def __call__(self, network: nn.Module, args: object) -> None:
         """Draw."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _in_model():
             return
         gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x._parameters]
         # A network around this one has drawn already; own values may be left from a call that was interrupted.
-        gates = [gate for gate in gates if gate.drawn is None or gate.drawn.by is network]
+        gates = [x for x in gates if not x.is_latent and (x.drawn is None or x.drawn.is_over or x.drawn.by is network)]
         for are_same in (True, False):
             own = [gate for gate in gates if gate.sync_draws == are_same]
             values, active_prob = draw(own) if own else ([], None)
             for gate, value in zip(own, values, strict=True):
-                gate.drawn = Drawn(value, torch.is_grad_enabled(), network, torch._C._current_graph_task_id())
+                task = torch._C._current_graph_task_id()
+                gate.drawn = Drawn(value, torch.is_grad_enabled(), network, task, in_block=may_be_in_block())
             # A backward pass of the loss alone would free the nodes that transforms of parameters share with a price.
             is_apart = own and all(x is constraints.real for x in own[0]._template.learned.values())
             if is_apart and active_prob is not None and active_prob.requires_grad:
-                _joint_draws[network] = _versions(own), active_prob
+                self.priced = _versions(own), active_prob
 
     def forget(self, network: nn.Module, args: object, output: object) -> None:
         """Let gates draw by themselves again; after the first training call refuse those that no call reached."""
         for gate in network.modules():
             if isinstance(gate, L0Gate) and gate.drawn is not None and gate.drawn.by is network:
-                gate.drawn = None
+                gate.drawn.is_over = True
+                if not gate.drawn.in_block:
+                    gate.drawn = None
         is_training = output is not None and network.training and torch.is_grad_enabled()
         if self.has_trained or not is_training or torch.compiler.is_compiling():
             return
@@ -359,6 +460,10 @@ class _CallHook:
                 f"Expected a network that uses its gates, but its first training call did not reach {idle[0]!r}; take "
                 "the gate out, or before that call the network in evaluation mode on inputs that reach it."
             )
+
+
+def _call_hook(network: nn.Module) -> _CallHook | None:
+    return next((hook for hook in network._forward_pre_hooks.values() if isinstance(hook, _CallHook)), None)
 
 
 def forget_calls(network: nn.Module) -> None:
@@ -397,7 +502,7 @@ Cost = float | Mapping[str, float] | Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class NetworkGates:
-    """The :class:`~pyro_l0.nn.L0Gate` modules of a network, by site, with the methods of a guide over gates.
+    """The gates of a network and their own parameters, by site, with the methods of a guide over gates.
 
     :class:`~pyro_l0.infer.SparsityTarget`, :class:`~pyro_l0.compaction.Shrinker` and
     :func:`~pyro_l0.diagnostics.diagnose` take it in place of a guide. A site is named after the gate's module path.
@@ -429,10 +534,12 @@ class NetworkGates:
         self._network = network
         _some_l0_gates(network)
         self._follow()
-        if not any(isinstance(hook, _CallHook) for hook in network._forward_pre_hooks.values()):
+        is_new = _call_hook(network) is None
+        if is_new:
             _CallHook(network)
-            for gate in self.sites.values():
-                gate.is_reached = False
+        for gate in self.sites.values():
+            gate.is_latent = False
+            gate.is_reached = gate.is_reached and not is_new
 
     def _follow(self) -> None:
         self.sites = _l0_gates(self._network)
@@ -511,9 +618,11 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
         )
     prices, sizes = list(coefficients.values()), [gate.shape.numel() for gate in gates.values()]
     # Taken once: a backward pass may free the graph, and a further price makes its own.
-    last = None if torch.compiler.is_compiling() else _joint_draws.pop(network, None)
-    if last is not None and torch.is_grad_enabled() and last[0] == _versions(gates.values()):
-        return sum_open(last[1], prices, sizes)
+    hook = None if torch.compiler.is_compiling() else _call_hook(network)
+    if hook is not None and hook.priced is not None:
+        (versions, active_prob), hook.priced = hook.priced, None
+        if torch.is_grad_enabled() and versions == _versions(gates.values()):
+            return sum_open(active_prob, prices, sizes)
     each = [gate.distribution for gate in gates.values()]
     joint = concatenate(each)
     if joint is not None:

@@ -37,8 +37,8 @@ def square_norms(network: nn.Module, example: Example) -> SquareNorms:
             parameters nor parametrised.
 
     Example:
-        >>> from pyro_l0.nn import Gate
-        >>> net = nn.Sequential(Gate(2), nn.Linear(2, 3))
+        >>> from pyro_l0.nn import L0Gate
+        >>> net = nn.Sequential(L0Gate(2), nn.Linear(2, 3))
         >>> square_norms(net, torch.ones(1, 2))["0"]().shape
         torch.Size([2])
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from pyro_l0.nn.calls import Calls, containing, follow_calls, idle_gates, record
 from pyro_l0.nn.cost import ClosedUnits
 from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
-from pyro_l0.nn.gate import Gate, GateLayer, gate_names, name_gates
+from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.nn.heads import gate_heads, is_dense
 from pyro_l0.nn.insert import has_gate_behind, hooks_of, insert_gates
+from pyro_l0.nn.l0_gate import L0Gate
 
 __all__ = ["Location", "Suggestions", "suggest_gates"]
 
@@ -31,7 +33,7 @@ class Location:
     """
 
     path: str  # of the module
-    gate: Gate  # for its output
+    gate: L0Gate  # for its output; one for all locations with the same units
     weights: float  # that one unit's closing saves, on average over its units, with all other gates open
     macs: float  # multiply-adds per example that it saves, likewise
     parameters: tuple[str, ...]  # that lose entries with a unit
@@ -39,7 +41,7 @@ class Location:
     is_composite: bool  # whether its units are parts of larger ones that can have gates, such as a head's queries
 
 
-class Suggestions(Mapping[str, Gate]):
+class Suggestions(Mapping[str, L0Gate]):
     """What :func:`~pyro_l0.nn.suggest_gates` returns: gates by module path, for :func:`~pyro_l0.nn.insert_gates`.
 
     It prints as a table.
@@ -64,7 +66,7 @@ class Suggestions(Mapping[str, Gate]):
         self.refused = {**refused, **in_the_way}
         self._gates = {location.path: location.gate for location in locations}
 
-    def __getitem__(self, path: str) -> Gate:
+    def __getitem__(self, path: str) -> L0Gate:
         return self._gates[path]
 
     def __iter__(self) -> Iterator[str]:
@@ -109,8 +111,8 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> print(suggest_gates(net, torch.ones(1, 2)))
-        behind  gate             weights/unit  macs/unit  parameters                  coupled with
-        1       Gate(3, dim=-1)  3             3          0.bias, 0.weight, 2.weight
+        behind  gate                             weights/unit  macs/unit  parameters                  coupled with
+        1       L0Gate(3, dim=-1, HardConcrete)  3             3          0.bias, 0.weight, 2.weight
         no gate behind 2: it makes the network's output
     """
     calls = follow_calls(network, example)
@@ -120,22 +122,25 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     parts, composites = _parts(calls.maps, found)
     if gates:
         gated = insert_gates(network, gates)
-        sites = {gate: site for site, gate in gate_names(gated).items()}
+        names: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
+        sites = {path: names[hook.gate] for path, hook in hooks_of(gated) if hook.suffix == "1"}
         closed = ClosedUnits(record_called(gated, example), _UNITS)
         saved = closed.saved()
         idle = idle_gates(gated, example)
         why = dict.fromkeys(idle, "its units change no output")
         why |= {stay.site: f"its units {stay.verdict}" for stay in reversed(closed.report().stays)}
         parameters, coupled = _shared(calls.maps, found)
+        streams = _streams(calls.maps, found, gates)
         # Recurrent units are one in front of a gate and behind: they leave with it alone, or nothing does.
         recurrent = {path for path in gates if isinstance(network.get_submodule(path), nn.RNNBase | nn.RNNCellBase)}
-        leaving = {path for path in recurrent if saved[sites[gates[path]]][0] > 0}
-        for path, gate in gates.items():
-            site, others = sites[gate], () if path in leaving else coupled[path]
+        leaving = {path for path in recurrent if saved[sites[path]][0] > 0}
+        for path in gates:
+            site, others = sites[path], () if path in leaving else coupled[path]
             if others and leaving.issuperset(others):
                 refused[path] = f"its units are those of {_few(others)}"
             elif site not in idle and (max(saved[site]) > 0 or (path in recurrent and others and site not in why)):
-                locations.append(Location(path, gate, *saved[site], parameters[path], others, path in composites))
+                at = streams[path], *saved[site], parameters[path], others, path in composites
+                locations.append(Location(path, *at))
             else:
                 together = f"its units leave only together with those behind {_few(others)}"
                 refused[path] = why.get(site) or (together if others else "nothing leaves with its units")
@@ -150,13 +155,28 @@ Found = dict[str, list[tuple[Value, int]]]
 """By path, what a module returns at each call, and the dimension of its units."""
 
 
-def _gate(outputs: Sequence[tuple[Value, int]]) -> Gate | None:
+def _gate(outputs: Sequence[tuple[Value, int]]) -> L0Gate | None:
     """A gate for the units at every call, counted from the front or from the end; None if no dimension has them all."""
     value, dim = outputs[0]
     dims = [dim - value.rank, dim] if dim == value.rank - 1 else [dim, dim - value.rank]
     fitting = (d for d in dims if all(d in (own, own - other.rank) for other, own in outputs))
     found = next(fitting, None)
-    return None if found is None else Gate(value.shape[dim], found)
+    return None if found is None else L0Gate(value.shape[dim], dim=found, init_jitter=0.0)
+
+
+def _streams(maps: Maps, found: Found, gates: Mapping[str, L0Gate]) -> dict[str, L0Gate]:
+    """By path a gate, one for all paths with the same units in the same order, as on a residual stream."""
+    units, streams = maps.slots.units(), dict[tuple[int, ...], list[str]]()
+    for path in gates:
+        value, dim = found[path][0]
+        streams.setdefault(tuple(units[maps.axes[value][dim].dimension].tolist()), []).append(path)
+    shared: dict[str, L0Gate] = {}
+    for paths in streams.values():
+        together = _gate([output for path in paths for output in found[path]])
+        of_dim: dict[int, L0Gate] = {}
+        for path in paths:
+            shared[path] = together or of_dim.setdefault(gates[path].dim, gates[path])
+    return shared
 
 
 def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]]:
@@ -467,10 +487,9 @@ class Trial:
         gates = {path: self.gates[path] for path, is_head in site_of if not is_head}
         try:
             gated = gate_heads(self.network, {path: self.heads[path] for path, is_head in site_of if is_head})
-            gated = insert_gates(gated, {path: Gate(gate.size, gate.dim) for path, gate in gates.items()})
+            gated = insert_gates(gated, {path: copy.copy(gate) for path, gate in gates.items()})
         except (ValueError, TypeError) as error:
             return str(error)
-        name_gates(gated)
         keys = {hook.gate: (path, hook.suffix == "gate") for path, hook in hooks_of(gated)}
         has_parts = any(is_head or path in self.parts for path, is_head in site_of)
         for number in range(3 if has_parts else 1):

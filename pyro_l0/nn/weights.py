@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates
-from pyro_l0.nn.gate import Gate, GateLayer, check_given
+from pyro_l0.nn.gate import GateLayer, check_given
 from pyro_l0.nn.insert import GateHook, arrange, has_hook, hooks_of, module_at, replace_gates
+from pyro_l0.nn.l0_gate import L0Gate
 
 __all__ = ["fix_weights", "gate_weights"]
 
@@ -41,7 +42,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
         >>> from pyro_l0.nn.gate import gate_names
         >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), "0")
         >>> gate_names(net)
-        {'0.gate': Gate(6, dim=-1)}
+        {'0.gate': L0Gate(6, dim=-1, HardConcrete)}
 
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, with groups of one weight.
@@ -91,7 +92,7 @@ class _WeightsHook(GateHook):
     suffix = "gate"
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__(Gate(_weight(layer).numel()))
+        super().__init__(L0Gate(_weight(layer).numel(), init_jitter=0.0))
         self.handles.append(layer.register_forward_pre_hook(self))
         self.handles.append(layer.register_forward_hook(self.restore, always_call=True))
 

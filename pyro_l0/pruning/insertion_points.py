@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,11 +13,11 @@ from torch import nn
 
 from pyro_l0.compaction.compact import refusal
 from pyro_l0.expect import expect
-from pyro_l0.nn import Gate, L0Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example, analyse, record
 from pyro_l0.nn.engine.readers import find_readers, find_writers
-from pyro_l0.nn.gate import GateLayer, gate_names, name_gates
-from pyro_l0.nn.insert import hooks_of, replace_gates
+from pyro_l0.nn.gate import GateLayer, gate_names
+from pyro_l0.nn.insert import hooks_of
 from pyro_l0.nn.suggest import Suggestions
 
 __all__ = ["GatedNetwork", "gates_at_least", "gates_in_step", "put_gates"]
@@ -106,7 +105,7 @@ def put_gates(
     """
     expect(Mapping | None, "a dict of gates by module path", gates=gates)
     for path, gate in (gates or {}).items():
-        expect(GateLayer, "a Gate or an L0Gate", **{f"gates[{path!r}]": gate})
+        expect(GateLayer, "an L0Gate", **{f"gates[{path!r}]": gate})
     if gates is not None or gate_names(network):
         given = gates or {}
         together = {id(gate): [path for path in given if given[path] is gate] for gate in given.values()}
@@ -134,7 +133,7 @@ def put_gates(
     if found is None:
         raise ValueError(
             "Expected a network with an insertion point behind which a closed gate makes it smaller, but found none; "
-            f"write Gate layers into it, or give gates by module path. {_reasons(skipped)}"
+            f"write L0Gates into it, or give gates by module path. {_reasons(skipped)}"
         )
     return GatedNetwork(found, skipped, suggested.in_the_way)
 
@@ -178,16 +177,15 @@ def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple
 
 
 def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> Sites:
-    """Gates for coupled locations: one for all that can share it, or, if that takes less out, one for each."""
+    """Gates for coupled locations: those that share one, or, if that takes less out, one for each."""
     left = {x.path: x for x in suggested.locations if x.coupled}
     found: Sites = []
     while left:
         first = next(iter(left))
         group = [left.pop(path) for path in (first, *left[first].coupled) if path in left]
         inner = [x for x in group if not any(y.path.startswith(f"{x.path}.") for y in group)]
-        ((size, dim), _), *_ = Counter((x.gate.size, x.gate.dim) for x in inner).most_common(1)
-        shared = tuple(x.path for x in inner if (x.gate.size, x.gate.dim) == (size, dim))
-        together: Sites = [(shared, Gate(size, dim))]
+        gates = dict.fromkeys(x.gate for x in inner)
+        together: Sites = [(tuple(x.path for x in inner if x.gate is gate), gate) for gate in gates]
         apart: Sites = [((x.path,), x.gate) for x in inner]
         least, otherwise = (_least(_with_gates(network, x), example) for x in (together, apart))
         found += together if least <= _AS_SMALL * otherwise else apart
@@ -201,17 +199,14 @@ def _least(gated: nn.Module, example: Example) -> float:
 
 
 def _with_gates(network: nn.Module, sites: Sites) -> nn.Module:
-    """A copy with L0Gates of its own; one that acts behind several modules is one gate."""
+    """A copy with gates of its own, of which each process draws its own; one behind several modules is one gate."""
     gates: dict[str, GateLayer] = {}
     heads = {paths[0]: number for paths, number in sites if isinstance(number, int)}
     for paths, gate in sites:
         if not isinstance(gate, int):
-            gates.update(dict.fromkeys(paths, copy.deepcopy(gate)))
+            gates.update(dict.fromkeys(paths, copy.copy(gate)))
     gated = insert_gates(gate_heads(network, heads), gates)
-    new = dict[nn.Module, tuple[nn.Module, int]]()
-    for gate in name_gates(gated).values():
-        if isinstance(gate, Gate):
-            layer = L0Gate(gate.size, dim=gate.dim, init_jitter=0.0, sync_draws=False)
-            layer.site_name, new[gate] = gate.site_name, (layer, gate.size)
-    replace_gates(gated, new)
+    for layer in gate_names(gated).values():
+        assert isinstance(layer, L0Gate)
+        layer.sync_draws = False
     return gated.to(next((p.device for p in network.parameters()), "cpu"))

@@ -62,8 +62,8 @@ def prune(
     are averaged, and all processes return the same network.
 
     Args:
-        network: any module that runs in eager torch; it is not changed. If it has :class:`~pyro_l0.nn.Gate` or
-            :class:`~pyro_l0.nn.L0Gate` layers, their insertion points are used, and the families of the latter.
+        network: any module that runs in eager torch; it is not changed. If it has gates, as after
+            :func:`~pyro_l0.nn.insert_gates`, these are trained, from where they are.
         loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``.
         loader: gives batches, such as a ``DataLoader`` or a list of them. A tuple or list is inputs and, last, targets;
             any other batch is all input, and also its own targets. Inputs are a tensor, several, or a dict of keywords.

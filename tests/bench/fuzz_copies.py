@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyro_l0 import prune
 from pyro_l0.compaction import compact, compact_zeros
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import Gate, fix_gates, insert_gates
+from pyro_l0.nn import L0Gate, fix_gates, insert_gates
 
 FEATURES, OUTPUTS = 5, 3
 
@@ -454,7 +454,7 @@ def asked_for(
         counts = counter.get_total_flops() / 2, sum(p.numel() for p in result.network.parameters())
         reported = result.report.left["macs"][0], result.report.left["parameters"][0]
         return result.network, torch.zeros(0) if counts == reported else torch.tensor([*counts, *reported])
-    gated = insert_gates(network, {path: Gate(len(z)) for path, z in gates.items()})
+    gated = insert_gates(network, {path: L0Gate(len(z)) for path, z in gates.items()})
     values = {f"{path}.1": z for path, z in gates.items()}
     if what == "fix_gates":
         return fix_gates(gated, values).eval(), None

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names, name_gates
 
 SIDE = 4
@@ -75,7 +75,7 @@ def _piece(rng: random.Random, size: int, is_gated: bool) -> tuple[list[nn.Modul
     new = rng.choice((2, 4, 6, 8))
 
     def gate(size: int, chance: float = 0.7) -> list[nn.Module]:
-        return [Gate(size, dim=1)] if is_gated and rng.random() < chance else []
+        return [L0Gate(size, dim=1)] if is_gated and rng.random() < chance else []
 
     def conv(read: int, write: int, groups: int = 1) -> nn.Module:
         kernel = rng.choice((1, 3))
@@ -114,7 +114,7 @@ def make(seed: int) -> tuple[nn.Module, Tensor]:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     is_gated, size = rng.random() < 0.6, rng.choice((2, 4, 8))
-    layers: list[nn.Module] = [nn.Conv2d(3, size, 3, padding=1), *([Gate(size, dim=1)] if is_gated else [])]
+    layers: list[nn.Module] = [nn.Conv2d(3, size, 3, padding=1), *([L0Gate(size, dim=1)] if is_gated else [])]
     for _ in range(rng.randint(1, 4)):
         more, size = _piece(rng, size, is_gated)
         layers += more

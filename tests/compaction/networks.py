@@ -7,14 +7,19 @@ from torch import nn
 
 from pyro_l0.compaction import Shrinker
 from pyro_l0.infer import AutoGate
+from pyro_l0.nn.gate import name_gates
 
 
 class Model(nn.Module):
-    """A network under an attribute, as in a Pyro model; labels are observed where there are any."""
+    """A network under an attribute, as in a Pyro model; labels are observed where there are any.
+
+    Gates are named after their paths in it.
+    """
 
     def __init__(self, net):
         super().__init__()
         self.net = net
+        name_gates(self)
 
     def forward(self, x, y=None):
         logits = self.net(x)

@@ -11,7 +11,7 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.certificate import certify
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.engine import rule
 from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
@@ -21,8 +21,8 @@ GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
 
 def dense(*middle, function=None):
     if function is None:
-        return nn.Sequential(nn.Linear(6, 4), *middle, Gate(4), nn.Linear(4, 2))
-    return Net(function, a=nn.Linear(6, 4), g=Gate(4), b=nn.Linear(4, 2))
+        return nn.Sequential(nn.Linear(6, 4), *middle, L0Gate(4), nn.Linear(4, 2))
+    return Net(function, a=nn.Linear(6, 4), g=L0Gate(4), b=nn.Linear(4, 2))
 
 
 @rule("spoiled::scale")
@@ -132,7 +132,7 @@ def test_the_modes_are_certified_one_by_one():
 
 def test_outputs_that_are_all_zero():
     """Equal ones are certified; others are infinitely far apart, or far from what is output elsewhere."""
-    net = nn.Sequential(nn.Linear(6, 4, bias=False), Gate(4), nn.Linear(4, 2, bias=False))
+    net = nn.Sequential(nn.Linear(6, 4, bias=False), L0Gate(4), nn.Linear(4, 2, bias=False))
     assert compact(net, {"1": torch.zeros(4)}, torch.randn(5, 6)).certificate == 0.0
     assert compact(net, {"1": GATE}, torch.zeros(5, 6)).certificate < 1e-6
     four = dense(function=lambda net, x: net.b(net.g(net.a(x))) * (len(net.a.weight) != 4))
@@ -152,7 +152,7 @@ def test_outputs_that_are_not_finite_are_refused():
 
 def shifted(*layers):
     """Closed maps that BatchNorm shifts, in front of other layers."""
-    net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), Gate(3, dim=1), nn.BatchNorm2d(3), *layers).eval()
+    net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), L0Gate(3, dim=1), nn.BatchNorm2d(3), *layers).eval()
     nn.init.ones_(net[2].bias)
     return net
 
@@ -183,7 +183,7 @@ def test_inputs_of_another_size_are_refused(kind, size):
 @pytest.mark.parametrize("size", [(5, 5), (4, 6)])
 def test_larger_images_are_not_read_in_part(size):
     """The features behind a flattening are selected by place."""
-    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), Gate(12), nn.Linear(12, 2))
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), L0Gate(3, dim=1), nn.Flatten(), L0Gate(12), nn.Linear(12, 2))
     gates = {"2": torch.tensor([1.0, 1.0, 0.0]), "4": (torch.arange(12) % 2).float()}
     small = compact(net, gates, torch.randn(2, 1, 4, 4)).network
     assert small(torch.randn(3, 1, 4, 4)).shape == (3, 2)

@@ -11,7 +11,7 @@ from common.networks import lenet5, mlp
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.nn import Gate, NetworkCost, fix_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
@@ -54,7 +54,7 @@ def test_lenet5_and_mlp_shrink_to_the_papers_sizes():
         weights = sum(p.numel() for p in result.network.parameters() if p.dim() > 1)
         expected = 9 * 25 + 9 * 18 * 25 + 65 * 25 + 250 if len(sizes) == 4 else 266 * 88 + 88 * 33 + 330
         assert weights == expected
-        assert not any(isinstance(module, Gate) for module in result.network.modules())
+        assert not any(isinstance(module, L0Gate) for module in result.network.modules())
 
 
 FLATTEN = {
@@ -68,7 +68,7 @@ FLATTEN = {
 def test_every_way_to_flatten(how):
     """Whole maps, and single features of a map that stays."""
     size = 3 if how == "mean" else 12
-    layers = dict(maps=Gate(3, dim=1), some=Gate(size), a=nn.Conv2d(1, 3, 3), b=nn.Linear(size, 2))
+    layers = dict(maps=L0Gate(3, dim=1), some=L0Gate(size), a=nn.Conv2d(1, 3, 3), b=nn.Linear(size, 2))
     net = Net(lambda s, x: s.b(s.some(FLATTEN[how](s.maps(torch.relu(s.a(x)))))), **layers)
     for features in (torch.ones(size), (torch.arange(size) % 2).float()):
         check(net, {"maps": torch.tensor([0.5, 0.0, 1.0]), "some": features}, torch.randn(2, 1, 4, 4))
@@ -85,7 +85,7 @@ def biased(net):
 
 def test_a_constant_behind_a_gate_and_padding():
     """A closed map that BatchNorm shifts is no zero for a padded convolution: its border differs."""
-    net = nn.Sequential(nn.Conv2d(1, 3, 3), Gate(3, dim=1), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3, padding=1))
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), L0Gate(3, dim=1), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3, padding=1))
     result = check(biased(net), {"1": torch.tensor([1.0, 0.0, 0.3])}, torch.randn(2, 1, 6, 6))
     assert [(fold.layer, fold.units, fold.shape) for fold in result.plan.folds] == [("3", (1,), (2, 4, 4))]
     assert result.network.get_submodule("2").num_features == 2
@@ -93,7 +93,7 @@ def test_a_constant_behind_a_gate_and_padding():
 
 def test_the_network_is_left_alone_and_the_result_can_be_trained():
     """Neither the network nor its modes change, and nothing is shared."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), Gate(2, dim=1), nn.Conv2d(2, 1, 3)).train()
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), L0Gate(2, dim=1), nn.Conv2d(2, 1, 3)).train()
     before = copy.deepcopy(net.state_dict())
     small = compact(net, {"3": torch.tensor([1.0, 0.0])}, torch.randn(2, 1, 6, 6)).network
     assert all(module.training for module in net.modules())
@@ -111,8 +111,8 @@ def test_the_network_is_left_alone_and_the_result_can_be_trained():
 def example(seed=0):
     """Maps, features and a branch, of which one is folded."""
     torch.manual_seed(seed)
-    layers = dict(a=nn.Conv2d(2, 3, 3), maps=Gate(3, dim=1), norm=nn.BatchNorm2d(3), b=nn.Conv2d(3, 3, 3, padding=1))
-    layers.update(branch=Gate(3, dim=1), features=Gate(48), last=nn.Linear(48, 2))
+    layers = dict(a=nn.Conv2d(2, 3, 3), maps=L0Gate(3, dim=1), norm=nn.BatchNorm2d(3), b=nn.Conv2d(3, 3, 3, padding=1))
+    layers.update(branch=L0Gate(3, dim=1), features=L0Gate(48), last=nn.Linear(48, 2))
 
     def forward(s, x):
         x = s.norm(s.maps(torch.relu(s.a(x))))
@@ -133,7 +133,7 @@ def test_torch_pruning_agrees():
         return s.head(x.mean((2, 3)))
 
     layers = dict(a=nn.Conv2d(1, 4, 3), b=nn.Conv2d(4, 6, 3, padding=1), c=nn.Conv2d(6, 4, 3, padding=1))
-    net = Net(forward, gate=Gate(6, dim=1), norm=nn.BatchNorm2d(6), head=nn.Linear(4, 2), **layers)
+    net = Net(forward, gate=L0Gate(6, dim=1), norm=nn.BatchNorm2d(6), head=nn.Linear(4, 2), **layers)
     net = biased(net).eval()
     gate = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     x = torch.randn(3, 1, 8, 8)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyro_l0 import prune
 from pyro_l0.compaction import compact, compact_zeros
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import Gate, L0Gate, NetworkGates, fix_gates, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkGates, fix_gates, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.pruning.phases import Training
 from tests.bench import fuzz_copies
@@ -63,12 +63,12 @@ def test_gates_behind_modules_whose_copies_lose_hooks(kind):
     if isinstance(module, Mean):
         x = x[:, 0]
     right = network[3](module(torch.relu(network[0](x))) * Z)
-    gated = insert_gates(network, {"2": Gate(8)}, x)
+    gated = insert_gates(network, {"2": L0Gate(8)}, x)
     for small in (fix_gates(gated, {"2.1": Z}), compact(gated, {"2.1": Z}, x).network):
         torch.testing.assert_close(small(x), right)
     loader = [(x.repeat(4, *[1] * (x.dim() - 1)), torch.arange(16) % 2)] * 4
     pruned = prune(
-        network, nn.functional.cross_entropy, loader, x[:2], 0.4, epochs=4, pretrained=False, gates={"2": Gate(8)}
+        network, nn.functional.cross_entropy, loader, x[:2], 0.4, epochs=4, pretrained=False, gates={"2": L0Gate(8)}
     )
     with FlopCounterMode(display=False) as counter:
         pruned.network(x[:1])
@@ -81,7 +81,7 @@ def test_a_whole_graph_module():
     """It drops what its graph does not call when it is copied: the holder of its gates."""
     torch.manual_seed(0)
     network, x = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))), torch.randn(4, 3)
-    gated = insert_gates(network, {"1": Gate(8)}, x)
+    gated = insert_gates(network, {"1": L0Gate(8)}, x)
     right = by_hand(network, {"1": Z}, x)
     torch.testing.assert_close(fix_gates(gated, {"1.1": Z}).eval()(x), right)
     assert not list(fix_gates(gated, {"1.1": Z})._forward_hooks)
@@ -110,7 +110,7 @@ def test_gates_behind_modules_that_copy_themselves(kind):
     inner = kind(nn.Sequential(nn.Linear(3, 8), nn.ReLU()))
     network, x = nn.Sequential(inner, nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 3)
     right = network[2](torch.tanh(inner(x) * Z))
-    gated = insert_gates(network, {"0": Gate(8)}, x)
+    gated = insert_gates(network, {"0": L0Gate(8)}, x)
     torch.testing.assert_close(fix_gates(gated, {"0.1": Z})(x), right)
     torch.testing.assert_close(compact(gated, {"0.1": Z}, x).network(x), right)
 
@@ -120,7 +120,7 @@ def test_modules_of_einops():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), layers.Reduce("b s d -> b d", "mean"), nn.Linear(8, 2))
     x = torch.randn(4, 5, 3)
-    gated = insert_gates(network, {"2": Gate(8)}, x)
+    gated = insert_gates(network, {"2": L0Gate(8)}, x)
     torch.testing.assert_close(compact(gated, {"2.1": Z}, x).network(x), by_hand(network, {"2": Z}, x))
 
 
@@ -168,7 +168,7 @@ def test_what_calls_keep_is_given_back():
     network = fuzz_copies.make(3, (fuzz_copies.WithObject,)).double()
     before = fuzz_copies.state_of(network)
     x = torch.randn(4, 5).double()
-    gated = insert_gates(network, {"blocks.0.act": Gate(network.head.in_features)}, x)
+    gated = insert_gates(network, {"blocks.0.act": L0Gate(network.head.in_features)}, x)
     compact(gated, {"blocks.0.act.1": (torch.arange(network.head.in_features) % 2).double()}, x)
     suggest_gates(network, x)
     assert fuzz_copies.same_state(before, fuzz_copies.state_of(network))
@@ -246,7 +246,7 @@ def test_what_cannot_be_copied_is_named(make, words):
     network, x = nn.Sequential(make(), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 5)
     loader = [(torch.randn(4, 5), torch.randn(4, 2))] * 4
     for call in (
-        lambda: insert_gates(network, {"1": Gate(8)}),
+        lambda: insert_gates(network, {"1": L0Gate(8)}),
         lambda: compact_zeros(network, x),
         lambda: prune(network, F.mse_loss, loader, x, 0.5, epochs=5),
     ):
@@ -263,7 +263,7 @@ def scaled(kind, inputs=5):
 @pytest.mark.parametrize("make", [Method, lambda: scaled(Kept)])
 def test_the_advice_on_copies(make):
     network, x = nn.Sequential(make(), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 5)
-    gated = insert_gates(network, {"1": Gate(8)}, x)
+    gated = insert_gates(network, {"1": L0Gate(8)}, x)
     torch.testing.assert_close(compact(gated, {"1.1": Z}, x).network(x), by_hand(network, {"1": Z}, x))
 
 
@@ -391,13 +391,13 @@ class Unread(nn.Module):
 def test_gates_that_change_no_output(how):
     network, x = Unread(how).double(), torch.randn(6, 5).double()
     with pytest.raises(ValueError, match=r"closing gate 'act\.1' changes no output; take it out"):
-        insert_gates(network, {"act": Gate(4)}, x)
+        insert_gates(network, {"act": L0Gate(4)}, x)
     assert not {"a", "act"} & set(suggest_gates(network, x))
     loader = [(x, torch.randn(6, 2).double())] * 5
     with pytest.raises(
         ValueError, match=r"gate 'act\.1' changes no output|behind a gate|units can be taken out|budget"
     ):
-        prune(network, F.mse_loss, loader, x, 0.5, epochs=4, gates={"act": Gate(4)})
+        prune(network, F.mse_loss, loader, x, 0.5, epochs=4, gates={"act": L0Gate(4)})
 
 
 @pytest.mark.parametrize("how", ["compared", "dead"])
@@ -406,7 +406,7 @@ def test_gates_of_dead_units_and_of_units_that_are_compared_act(how):
     network, x = Unread(how), torch.randn(6, 5)
     with torch.no_grad():
         network.a.bias.fill_(-100.0 if how == "dead" else 0.1)
-    insert_gates(network, {"act": Gate(4)}, x)
+    insert_gates(network, {"act": L0Gate(4)}, x)
 
 
 def test_heads_that_change_no_output():

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from pyro import poutine
 from torch import nn
 
 from pyro_l0.compaction import Shrinker, compact, load_compacted
 from pyro_l0.infer import AutoGate
-from pyro_l0.nn import Gate, NetworkCost, fix_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.square_norms import square_norms
 from tests.compaction.networks import Model, started
@@ -54,7 +55,7 @@ def residual():
         return net.last(x)
 
     layers = {"first": nn.Linear(3, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
-    return Net(forward, g=Gate(4), h=Gate(4), **layers)
+    return Net(forward, g=L0Gate(4), h=L0Gate(4), **layers)
 
 
 def test_a_residual_network_shrinks_twice(tmp_path):
@@ -88,7 +89,7 @@ def test_a_residual_network_shrinks_twice(tmp_path):
 )
 def test_a_gate_at_two_places_keeps_what_either_needs(function, closed, kept):
     layers = {"a": nn.Linear(3, 4), "c": nn.Linear(3, 4), "b": nn.Linear(4, 2), "d": nn.Linear(4, 2)}
-    gates = {"g": Gate(4), "k": Gate(4)} | ({"l": Gate(4)} if "net.l" in closed else {})
+    gates = {"g": L0Gate(4), "k": L0Gate(4)} | ({"l": L0Gate(4)} if "net.l" in closed else {})
     model, guide, _, shrinker = shrunk(Net(function, **layers, **gates), vectors(), closed)
     assert {site: len(units) for site, units in shrinker.remaining.items()} == kept
     assert guide.posterior().keys() == gate_names(model.net).keys()
@@ -100,9 +101,10 @@ def test_other_gates_of_the_guide_are_left_alone():
     def forward(net, x):
         return net.decoder(net.net(x))
 
-    encoder = nn.Sequential(nn.Linear(3, 4), Gate(4), nn.Linear(4, 3))
-    model = Net(forward, net=encoder, decoder=nn.Sequential(nn.Linear(3, 3), Gate(3))).double()
+    encoder = nn.Sequential(nn.Linear(3, 4), L0Gate(4), nn.Linear(4, 3))
+    model = Net(forward, net=encoder, decoder=nn.Sequential(nn.Linear(3, 3), L0Gate(3))).double()
     guide, x = AutoGate(model), vectors()
+    name_gates(model)
     guide(x)
     optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()])
     shrinker = Shrinker(model.net, guide, x, optimiser, patience=1)
@@ -115,7 +117,7 @@ def test_other_gates_of_the_guide_are_left_alone():
 @pytest.mark.parametrize("kind", ["parametrised", "tied"])
 def test_weights_that_are_computed_or_shared(kind):
     """Weight normalisation, and one weight of two layers."""
-    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Gate(3), nn.Linear(3, 3))
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 3))
     if kind == "tied":
         net[3].weight = net[0].weight
     else:
@@ -132,8 +134,8 @@ def test_weights_that_are_computed_or_shared(kind):
 
 def test_a_guide_without_a_gate_is_refused_at_once():
     x = vectors()
-    model = Model(nn.Sequential(nn.Linear(3, 4), Gate(4)).double())
-    guide, other = AutoGate(model), AutoGate(Model(Gate(3)))
+    model = Model(nn.Sequential(nn.Linear(3, 4), L0Gate(4)).double())
+    guide, other = AutoGate(model), AutoGate(Model(L0Gate(3)))
     other(x)
     optimiser = torch.optim.Adam(model.parameters())
     name_gates(model)
@@ -146,9 +148,9 @@ def test_a_guide_without_a_gate_is_refused_at_once():
 def test_an_optimiser_with_other_shapes_is_refused():
     x = vectors()
     model, guide, optimiser, shrinker = started(
-        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2)).double(), x, torch.optim.Adafactor
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 2)).double(), x, torch.optim.Adafactor
     )
-    model(x).sum().backward()
+    poutine.trace(model).get_trace(x).nodes["_RETURN"]["value"].sum().backward()
     optimiser.step()
     guide.close("net.2", torch.tensor([1]))
     with pytest.raises(ValueError, match=r"'row_var' of Adafactor has \(4, 1\) for \(4, 3\); train with Adam"):
@@ -157,7 +159,7 @@ def test_an_optimiser_with_other_shapes_is_refused():
 
 
 def test_two_gates_of_one_name_are_refused():
-    block = nn.Sequential(Gate(3), nn.Linear(3, 2))
-    block(torch.ones(1, 3))  # named after its place in the block
+    block = nn.Sequential(L0Gate(3), nn.Linear(3, 2))
+    name_gates(block)
     with pytest.raises(ValueError, match="two are called '0'"):
-        fix_gates(nn.Sequential(Gate(2), nn.Linear(2, 3), block), {"0": torch.ones(3)})
+        fix_gates(nn.Sequential(L0Gate(2), nn.Linear(2, 3), block), {"0": torch.ones(3)})

@@ -13,7 +13,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.nn import Gate, L0Gate, fix_gates
+from pyro_l0.nn import L0Gate, fix_gates
 from tests.networks import Net
 
 
@@ -54,7 +54,7 @@ def test_gates_become_nothing_numbers_selections_or_zeros():
         y = s.h(torch.sigmoid(s.g(torch.relu(s.a(s.inputs(x))))))
         return s.c(y + s.branch(s.b(y)))
 
-    layers = {name: nn.Linear(4, 4) for name in "ab"} | {name: Gate(4) for name in ("inputs", "g", "h", "branch")}
+    layers = {name: nn.Linear(4, 4) for name in "ab"} | {name: L0Gate(4) for name in ("inputs", "g", "h", "branch")}
     net, x = Net(forward, c=nn.Linear(4, 2), **layers).double(), torch.randn(3, 4).double()
     gates = {
         "inputs": torch.tensor([1.0, 0.0, 1.0, 1.0]),
@@ -152,10 +152,10 @@ def test_compact_networks_are_exported(make, how):
 
 def test_plans_of_other_networks_are_refused():
     """By the name of what does not fit."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 2))
     found = compact(net, {"2": torch.tensor([1.0, 0.0, 0.0, 1.0])}, torch.ones(2, 3)).plan
     for other, message in (
-        (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Gate(4), nn.Linear(4, 2)), "no '0.weight' of the plan's size"),
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), L0Gate(4), nn.Linear(4, 2)), "no '0.weight' of the plan's size"),
         (nn.Sequential(nn.ReLU()), "it has no '2' of the plan's size"),
         (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "it has no '2'"),
     ):
@@ -173,7 +173,7 @@ def halves(parts, sizes):
 
     units, first = sum(sizes), sizes[0]
     layers = dict(one=nn.Linear(6, units), mid=nn.Linear(first, 5), out=nn.Linear(5 + units - first, 2))
-    return Net(forward, gate=Gate(units), **layers).double().eval()
+    return Net(forward, gate=L0Gate(units), **layers).double().eval()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_parts_that_close_unequally_stay_as_large_as_they_are_cut(parts, sizes):
 def test_a_buffer_of_places_stays_whole():
     """``index_select`` behind a gate reads every entry of the index, as ``h[:, index]`` does."""
 
-    layers = dict(one=nn.Linear(6, 8), gate=Gate(8), out=nn.Linear(3, 2))
+    layers = dict(one=nn.Linear(6, 8), gate=L0Gate(8), out=nn.Linear(3, 2))
     net = Net(lambda s, x: s.out(s.gate(s.one(x)).index_select(1, s.places)), **layers)
     net.register_buffer("places", torch.tensor([0, 3, 5]))
     gates = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 1])
@@ -218,7 +218,7 @@ def test_a_stream_that_closes_wholly_behind_views():
         h = s.gate(s.one(x).view(len(x), -1, 2).transpose(-1, -2))
         return s.out(h.exp().transpose(-1, -2).flatten(-2))
 
-    network = Net(forward, one=nn.Linear(6, 8), gate=Gate(4), out=nn.Linear(8, 2)).double().eval()
+    network = Net(forward, one=nn.Linear(6, 8), gate=L0Gate(4), out=nn.Linear(8, 2)).double().eval()
     x = torch.randn(5, 6, dtype=torch.float64)
     gates = {"gate": torch.zeros(4, dtype=torch.float64)}
     small = compact(network, gates, x).network

@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import Gate, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, insert_gates, suggest_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.sizes import Holder
 from tests.compaction.random_cuts import MODELS, gated, random_gates, refusals
@@ -68,8 +68,8 @@ class Attention(nn.Module):
         self.heads, self.head_dim = 3, 4
         self.width = self.heads * self.head_dim
         self.q, self.k, self.v = (nn.Linear(12, 12) for _ in range(3))
-        self.gates = nn.ModuleList(Gate(12) for _ in range(3))
-        self.head_gate = Gate(3, dim=2)
+        self.gates = nn.ModuleList(L0Gate(12) for _ in range(3))
+        self.head_gate = L0Gate(3, dim=2)
         self.out = nn.Linear(12, 12)
 
     def forward(self, x):
@@ -203,7 +203,7 @@ class Picky(nn.Module):
 
 
 def test_a_refusal_says_which_gates_to_open():
-    network = nn.Sequential(nn.Linear(3, 8), Gate(8), Picky(), nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 1))
+    network = nn.Sequential(nn.Linear(3, 8), L0Gate(8), Picky(), nn.Linear(8, 6), nn.ReLU(), L0Gate(6), nn.Linear(6, 1))
     gates = {"1": torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1]), "5": torch.tensor([1.0, 0, 0, 1, 1, 1])}
     with pytest.raises(CompactionError, match=r"line \d+ of .*can be cut with all gates of '1' open"):
         compact(network, gates, torch.randn(4, 3))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.nn import Gate, L0Gate, NetworkCost, fix_gates, insert_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, insert_gates
 from pyro_l0.nn.l0_gate import NetworkGates
 
 X, LONGER = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(4, 9, 4, dtype=torch.float64)
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 def test_a_layer_becomes_a_smaller_one(kind, layers, both, reads):
     """On sequences of another length too, with gates between 0 and 1 in its weights; the cost counts what is left."""
     torch.manual_seed(0)
-    network = insert_gates(Classifier(kind, layers, both, reads).double().eval(), {"layer": Gate(8)}, X)
+    network = insert_gates(Classifier(kind, layers, both, reads).double().eval(), {"layer": L0Gate(8)}, X)
     compacted = compact(network, {"layer.1": GATES}, X)
     small = compacted.network
     assert max(compacted.certificate, compact(network, {"layer.1": GATES}, [X, LONGER]).certificate) < 1e-13
@@ -61,7 +61,7 @@ def test_a_layer_becomes_a_smaller_one(kind, layers, both, reads):
 def test_a_small_layer_is_trained_saved_and_scripted():
     """Its list of flat weights has its own parameters, and its integers fit."""
     torch.manual_seed(1)
-    network = insert_gates(Classifier(nn.LSTM).double(), {"layer": Gate(8)})
+    network = insert_gates(Classifier(nn.LSTM).double(), {"layer": L0Gate(8)})
     small = compact(network, {"layer.1": GATES}, X).network
     small.layer.flatten_parameters()
     before = small(X).detach()
@@ -113,7 +113,7 @@ def test_an_initial_state_that_is_given_keeps_its_units():
             return self.last(self.layer(x, state)[0])
 
     torch.manual_seed(3)
-    network = insert_gates(Given().double().eval(), {"layer": Gate(8)})
+    network = insert_gates(Given().double().eval(), {"layer": L0Gate(8)})
     example = X, torch.randn(1, 5, 8, dtype=torch.float64)
     with pytest.warns(UserWarning, match="'layer.1': network input"):
         compacted = compact(network, {"layer.1": GATES}, example)
@@ -125,7 +125,7 @@ def test_an_initial_state_that_is_given_keeps_its_units():
 def test_weights_of_the_caller_are_gated_too(kind):
     """``torch.func.functional_call`` gives others for one call, before and after which the module has its own."""
     torch.manual_seed(5)
-    network = fix_gates(insert_gates(Classifier(kind).double(), {"layer": Gate(8)}), {"layer.1": GATES}).eval()
+    network = fix_gates(insert_gates(Classifier(kind).double(), {"layer": L0Gate(8)}), {"layer.1": GATES}).eval()
     other = copy.deepcopy(network)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
-from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.engine import maps
 from pyro_l0.nn.gate import gate_names
 from tests import networks
@@ -23,11 +23,11 @@ GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
 
 def Net(function, **layers):  # noqa: N802
     """A function of two dense layers and a gate, or of others by name."""
-    return networks.Net(function, **{"a": nn.Linear(6, 4), "gate": Gate(4), "b": nn.Linear(4, 2), **layers})
+    return networks.Net(function, **{"a": nn.Linear(6, 4), "gate": L0Gate(4), "b": nn.Linear(4, 2), **layers})
 
 
 def images(function):
-    return Net(function, a=nn.Conv2d(3, 4, 3), gate=Gate(4, dim=1))
+    return Net(function, a=nn.Conv2d(3, 4, 3), gate=L0Gate(4, dim=1))
 
 
 # ------------------------------------------------------------ what is taken is right
@@ -131,7 +131,7 @@ def test_subclasses_are_taken_as_what_they_inherit(kind):
     if issubclass(kind, nn.LayerNorm):
         net, x = Net(lambda net, x: net.b(net.gate(net.norm(net.gate(net.a(x))))), norm=kind(4)), VECTORS.double()
     else:
-        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Gate(4, dim=1), nn.Sigmoid(), kind(4, 2)
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), L0Gate(4, dim=1), nn.Sigmoid(), kind(4, 2)
         net, x = nn.Sequential(*layers), IMAGES.double()
     (site,) = gate_names(net)
     result = compact(net.double(), {site: GATE.double()}, x)
@@ -150,7 +150,7 @@ def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
         raise error
 
     monkeypatch.setitem(maps._RULES, "aten::relu", fail)
-    net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.ReLU(), nn.Linear(4, 2))
+    net = nn.Sequential(nn.Linear(6, 4), L0Gate(4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(CompactionError, match=f"raises {type(error).__name__}"):
         compact(net, {"1": GATE}, VECTORS)
 
@@ -168,7 +168,7 @@ def literal(net, x):
 
 
 def recurrent():
-    return nn.Sequential(nn.LSTM(3, 4), Gate(4), nn.Linear(4, 2))
+    return nn.Sequential(nn.LSTM(3, 4), L0Gate(4), nn.Linear(4, 2))
 
 
 def fixed():
@@ -204,13 +204,13 @@ ONES = torch.ones(4)
         (dense(), {"gate": ONES}, VECTORS[:0], ValueError, r"with entries, but got ones of shapes \[\(0, 6\)\]"),
         (dense(), {"gate": ONES}, VECTORS.double(), RuntimeError, "must have the same dtype, but got Double and Float"),
         (
-            nn.Sequential(nn.Linear(3, 4, device="meta"), Gate(4)),
+            nn.Sequential(nn.Linear(3, 4, device="meta"), L0Gate(4)),
             {"1": ONES},
             VECTORS,
             ValueError,
             "meta device has none",
         ),
-        (nn.Sequential(nn.LazyLinear(4), Gate(4)), {"1": ONES}, VECTORS, ValueError, "'0.weight' is lazy; call the"),
+        (nn.Sequential(nn.LazyLinear(4), L0Gate(4)), {"1": ONES}, VECTORS, ValueError, "'0.weight' is lazy; call the"),
         (recurrent(), {"1": ONES}, SEQUENCES[..., :3], TypeError, r"tensor at gate 1, but got a tuple; .*nn\.LSTM"),
         # Gates.
         (dense(), {}, VECTORS, ValueError, "no value for 'gate'"),
@@ -238,7 +238,7 @@ def test_what_cannot_be_compacted(net, gates, x, error, message):
 )
 def test_what_no_shrinker_takes(options, error, message):
     """When it is made, before anything is trained."""
-    net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Linear(4, 2))
+    net = nn.Sequential(nn.Linear(6, 4), L0Gate(4), nn.Linear(4, 2))
     guide = AutoGate(net)
     guide(VECTORS)
     optimiser = torch.optim.SGD(net.parameters(), 0.1)
@@ -260,7 +260,7 @@ class Gated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate = Gate(3)
+        self.gate = L0Gate(3)
 
     def forward(self, weight):
         return self.gate(weight)
@@ -281,7 +281,7 @@ def test_closed_gates_that_cut_nothing_are_told():
     class Loop(nn.Module):
         def __init__(self):
             super().__init__()
-            self.enter, self.again, self.last, self.gate = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2), Gate(3)
+            self.enter, self.again, self.last, self.gate = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2), L0Gate(3)
 
         def forward(self, x):
             h = x.new_zeros(x.shape[1], 6)

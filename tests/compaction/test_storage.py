@@ -15,7 +15,7 @@ from torch import nn
 from pyro_l0.compaction import compact, load_compacted, storage
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.networks import Net
 from tests.processes import python
 
@@ -33,7 +33,7 @@ def network(seed=0):
         return s.head(s.features((y + s.branch(y).tanh()).flatten(1)))
 
     layers = dict(stem=nn.Conv2d(1, 4, 3, padding=1), norm=nn.BatchNorm2d(4), branch=nn.Conv2d(4, 4, 3, padding=1))
-    return Net(forward, maps=Gate(4, dim=1), features=Gate(144), head=nn.Linear(144, 5), **layers).eval()
+    return Net(forward, maps=L0Gate(4, dim=1), features=L0Gate(144), head=nn.Linear(144, 5), **layers).eval()
 
 
 def compacted(seed=0):
@@ -125,7 +125,7 @@ def test_numbers_of_another_type_are_refused(saved):
     with pytest.raises(ValueError, match=r"is torch.float32, the network's torch.float64; .*to\(torch.float32\)"):
         load_compacted(network().double(), path)
     with pytest.raises(ValueError, match="to be of this network"):
-        load_compacted(nn.Sequential(nn.Linear(2, 3), Gate(3)), path)
+        load_compacted(nn.Sequential(nn.Linear(2, 3), L0Gate(3)), path)
     assert torch.equal(outputs(path), expected)
 
 
@@ -260,7 +260,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
     """And a mask of infinities is no damage."""
 
     def tied():
-        layers = dict(embed=nn.Embedding(9, 6), up=nn.Linear(6, 8), gate=Gate(8), down=nn.Linear(8, 6))
+        layers = dict(embed=nn.Embedding(9, 6), up=nn.Linear(6, 8), gate=L0Gate(8), down=nn.Linear(8, 6))
         net = Net(lambda s, x: s.head(s.down(s.gate(s.up(s.embed(x)).relu()))) + s.mask.exp(), **layers)
         net.head = nn.Linear(6, 9, bias=False)
         net.head.weight = net.embed.weight

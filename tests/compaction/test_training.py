@@ -12,7 +12,7 @@ from mnist import Options
 from pyro_l0.compaction import Shrinker, load_compacted
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.gate import name_gates
 from tests.compaction.networks import Model, set_gates
 from tests.examples.killing import without_seconds
@@ -24,9 +24,9 @@ CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2,
 def network():
     """Convolutions, flattening, BatchNorm; gates that are open or closed for certain."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 4, 3), nn.ReLU(), Gate(4, dim=1)),
-        *(nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), Gate(3, dim=1)),
-        *(nn.Flatten(), Gate(12), nn.Linear(12, 5), nn.ReLU(), Gate(5), nn.Linear(5, 2)),
+        *(nn.Conv2d(1, 4, 3), nn.ReLU(), L0Gate(4, dim=1)),
+        *(nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), L0Gate(3, dim=1)),
+        *(nn.Flatten(), L0Gate(12), nn.Linear(12, 5), nn.ReLU(), L0Gate(5), nn.Linear(5, 2)),
     )
 
 
@@ -101,8 +101,8 @@ def test_a_run_can_be_resumed():
 
 def test_a_site_without_open_gates_leaves():
     """From the network, the guide and the objective's coefficients; weight decay goes on with what is left."""
-    layers = dict(one=nn.Conv2d(2, 3, 3, padding=1), gate=Gate(3, dim=1), two=nn.Conv2d(3, 2, 3, padding=1))
-    layers.update(head_gate=Gate(2), head=nn.Linear(2, 2))
+    layers = dict(one=nn.Conv2d(2, 3, 3, padding=1), gate=L0Gate(3, dim=1), two=nn.Conv2d(3, 2, 3, padding=1))
+    layers.update(head_gate=L0Gate(2), head=nn.Linear(2, 2))
     net = Net(lambda s, x: s.head(s.head_gate((x + s.two(s.gate(s.one(x).relu()))).mean((2, 3)))), **layers)
     model, x, y = Model(net), torch.randn(4, 2, 5, 5), torch.randint(2, (4,))
     guide, names = AutoGate(model), ("net.gate", "net.head_gate")

@@ -16,7 +16,7 @@ from pyro_l0 import BernoulliGate, HardConcrete, HardKumaraswamy, RectifiedNorma
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.square_norms import square_norms
 from tests.diagnostics.networks import Residual, ResidualCNN, cnn, mlp, transformer
@@ -123,6 +123,7 @@ def train(
     """A network's training by Eq. 22, or by another objective, before its first step."""
     if double:
         network.double()
+    name_gates(network)
     model = classifier(network, batches)
     guide = AutoGate(model, family, init_active_prob=start)
     sizes = NetworkCost(network, batches[0][0]).group_sizes if priced else None
@@ -168,7 +169,7 @@ def _with_norms() -> Run:
 def pretrained(network: nn.Module, batches: Sequence[Batch], **options: object) -> Run:
     """The network is trained with open gates first."""
     for layer in network.modules():
-        if isinstance(layer, Gate):
+        if isinstance(layer, L0Gate):
             layer.is_reported = True
     ones = {name: torch.ones(gate.size) for name, gate in name_gates(network).items()}
     model = pyro.condition(classifier(network, batches), data=ones)

@@ -6,19 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0 import HardConcrete
-from pyro_l0.nn import Gate, gate_heads, insert_gates
+from pyro_l0.nn import L0Gate, gate_heads, insert_gates
 from tests.networks import Net
 
 
 def mlp(inputs: bool = False, prior: HardConcrete | None = None) -> nn.Sequential:
-    first = [Gate(64)] if inputs else []
-    layers = [nn.Linear(64, 60), nn.ReLU(), Gate(60, prior=prior), nn.Linear(60, 40), nn.ReLU(), Gate(40, prior=prior)]
+    first = [L0Gate(64, init_jitter=0.0)] if inputs else []
+    layers = [
+        nn.Linear(64, 60),
+        nn.ReLU(),
+        L0Gate(60, prior=prior, init_jitter=0.0),
+        nn.Linear(60, 40),
+        nn.ReLU(),
+        L0Gate(40, prior=prior, init_jitter=0.0),
+    ]
     return nn.Sequential(*first, *layers, nn.Linear(40, 10))
 
 
 def convolution(inputs: int, outputs: int, gated: bool = True) -> list[nn.Module]:
     """With BatchNorm, an activation and gates behind it."""
-    last = [nn.ReLU(), Gate(outputs, dim=1)] if gated else []
+    last = [nn.ReLU(), L0Gate(outputs, dim=1, init_jitter=0.0)] if gated else []
     return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), *last]
 
 
@@ -36,7 +43,14 @@ class Residual(nn.Module):
         super().__init__()
         self.enter = nn.Linear(64, 32)
         self.branches = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 48), nn.ReLU(), Gate(48), nn.Linear(48, 32), Gate(1))
+            nn.Sequential(
+                nn.BatchNorm1d(32),
+                nn.Linear(32, 48),
+                nn.ReLU(),
+                L0Gate(48, init_jitter=0.0),
+                nn.Linear(48, 32),
+                L0Gate(1, init_jitter=0.0),
+            )
             for _ in range(2)
         )
         self.leave = nn.Linear(32, 10)
@@ -79,4 +93,4 @@ def transformer_network():
 def transformer() -> nn.Module:
     """With gates on its heads and hidden units."""
     gated = gate_heads(transformer_network(), {"encoder.self_attn.out_proj": 4})
-    return insert_gates(gated, {"encoder.linear1": Gate(64)})
+    return insert_gates(gated, {"encoder.linear1": L0Gate(64, init_jitter=0.0)})

@@ -83,7 +83,7 @@ def test_every_name_exists():
     pages = [f"{name}.md" for name in re.findall(r"\{doc\}`([^`]+)`", PAGE)] + re.findall(r"\]\((images/\S+)\)", PAGE)
     missing += [name for name in pages if not (ROOT / "docs" / name).is_file()]
     roles = re.findall(r"\{(?:class|func|meth|attr)\}`~([\w.]+)`", PAGE)
-    assert len(roles) > 20
+    assert len(roles) >= 20
     assert missing + [name for name in roles if pydoc.locate(name) is None] == []
 
 

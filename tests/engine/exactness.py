@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
 
@@ -14,7 +14,7 @@ class Between(nn.Module):
 
     def __init__(self, operation, *layers, second=False):
         super().__init__()
-        self.one, self.gate = nn.Linear(6, 8), Gate(8)
+        self.one, self.gate = nn.Linear(6, 8), L0Gate(8)
         self.layers = nn.ModuleList(layers)
         self.operation = operation
         self.other = nn.Linear(6, 8) if second else None

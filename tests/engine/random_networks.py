@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import name_gates
 from tests.engine.zoo.attention import Attention
 from tests.engine.zoo.entry import _away_from_start
@@ -85,7 +85,7 @@ class _Pieces:
 
     def unitwise(self, size):
         if self.draw(st.booleans()):
-            return Gate(size, dim=self.dim)
+            return L0Gate(size, dim=self.dim)
         return self.one_of(*self.norms(size), nn.ReLU(), nn.GELU(), nn.Sigmoid())
 
     def branch(self, read, write):
@@ -106,7 +106,7 @@ class _Pieces:
         if kind == "product":
             hidden = self.one_of(*SIZES)
             branches = product(self.layer(size, hidden), self.layer(size, hidden))
-            return nn.Sequential(branches, Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
+            return nn.Sequential(branches, L0Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
         if kind == "beside":
             return Beside(self.dim, self.branch(size, 4), self.chain(size, 2)), size + 4
         if kind == "repeated":
@@ -172,7 +172,7 @@ def cases(draw):
     torch.manual_seed(seed)
     maps, features = _Maps(draw), _Features(draw)
     size = maps.one_of(*SIZES)
-    layers = [maps.layer(2, size), Gate(size, dim=1), *maps.chain(size, 2)]
+    layers = [maps.layer(2, size), L0Gate(size, dim=1), *maps.chain(size, 2)]
     more, size = maps.stage(size, 2)
     layers += [*more, tokens()]
     more, size = features.stage(size, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
 from tests.engine import own_operation
@@ -22,7 +22,7 @@ class Bottleneck(nn.Module):
         self.one, self.two = nn.Conv2d(16, width, 1), nn.Conv2d(width, width, 3, 1, 1)
         self.three = nn.Conv2d(width, 16, 1)
         self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.BatchNorm2d(16)])
-        self.gates = nn.ModuleList([Gate(width, 1), Gate(width, 1)])
+        self.gates = nn.ModuleList([L0Gate(width, dim=1), L0Gate(width, dim=1)])
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x):
@@ -34,7 +34,7 @@ class Bottleneck(nn.Module):
 
 def residual():
     stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
-    head = nn.Sequential(Gate(16, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+    head = nn.Sequential(L0Gate(16, dim=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
     return nn.Sequential(stem, Bottleneck(8), Bottleneck(12), head)
 
 
@@ -49,7 +49,7 @@ def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
         h = net.one(net.gate(x))
         return h + net.two(x) if use_all else h
 
-    network = Net(forward, gate=Gate(6), one=nn.Linear(6, 4), two=nn.Linear(6, 4))
+    network = Net(forward, gate=L0Gate(6), one=nn.Linear(6, 4), two=nn.Linear(6, 4))
     analysis = examine(network, examples, closed)
     assert analysis.remaining["one.weight"][1].tolist() == [1, 3, 5]
     assert analysis.remaining["two.weight"][1].tolist() == list(range(6))
@@ -62,7 +62,7 @@ def test_several_examples_take_several_ways():
     class Ways(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.gate = nn.Linear(6, 4), Gate(4)
+            self.one, self.gate = nn.Linear(6, 4), L0Gate(4)
             self.ways = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2), "c": nn.Linear(4, 2)})
 
         def forward(self, x, way="a"):
@@ -81,8 +81,8 @@ def test_several_examples_take_several_ways():
 
 def test_all_that_stays_matters():
     """Each slice of a parameter that is said to stay changes the outputs when it changes."""
-    first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), Gate(8, 1))
-    second = nn.Sequential(nn.Conv2d(8, 12, 3, groups=2), nn.GELU(), Gate(12, 1), nn.AdaptiveAvgPool2d(1))
+    first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), L0Gate(8, dim=1))
+    second = nn.Sequential(nn.Conv2d(8, 12, 3, groups=2), nn.GELU(), L0Gate(12, dim=1), nn.AdaptiveAvgPool2d(1))
     network = shake(nn.Sequential(first, second, nn.Flatten(), nn.Linear(12, 2)).double().eval())
     _, values = close_some(network)
     closed = {"0.3": torch.arange(8) < 4, "1.2": torch.arange(12) % 6 < 2}
@@ -105,7 +105,7 @@ def test_writes_to_views_pin_what_they_alias_and_nothing_else():
     class Net(nn.Module):
         def __init__(self, writes):
             super().__init__()
-            self.one, self.gate, self.two, self.second = nn.Linear(6, 8), Gate(8), nn.Linear(8, 8), Gate(8)
+            self.one, self.gate, self.two, self.second = nn.Linear(6, 8), L0Gate(8), nn.Linear(8, 8), L0Gate(8)
             self.out = nn.Linear(8, 2)
             self.writes = writes
 
@@ -134,7 +134,7 @@ def test_tensors_that_nobody_can_slice_stay():
 
 
 def test_what_is_refused():
-    network = nn.Sequential(nn.Linear(6, 8), Gate(8), nn.Linear(8, 2))
+    network = nn.Sequential(nn.Linear(6, 8), L0Gate(8), nn.Linear(8, 2))
     name_gates(network)
     recording = record(network, torch.ones(2, 6))
     with pytest.raises(ValueError, match=r"Expected gates of the network, \['1'\], but got '2'"):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, suggest_gates
 from pyro_l0.nn.engine import calls_of, record
 from tests.networks import Net
 
@@ -24,7 +24,7 @@ class Noisy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm, self.gate = nn.Linear(4, 3), nn.BatchNorm1d(3), Gate(3)
+        self.layer, self.norm, self.gate = nn.Linear(4, 3), nn.BatchNorm1d(3), L0Gate(3)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("last", None)
 
@@ -70,7 +70,7 @@ class Keeping(nn.Module):
 
     def __init__(self, how, resets=False):
         super().__init__()
-        self.qkv, self.out, self.gate = nn.Linear(6, 24), nn.Linear(8, 3), Gate(4, dim=1)
+        self.qkv, self.out, self.gate = nn.Linear(6, 24), nn.Linear(8, 3), L0Gate(4, dim=1)
         self.biases, self.how, self.kept, self.resets = nn.Parameter(torch.randn(4, 5)), how, {}, resets
         self.heads = 4
         self.register_buffer("index", torch.arange(9).reshape(3, 3) % 5)
@@ -125,7 +125,7 @@ def test_what_a_module_computes_and_keeps(how, before):
 @pytest.mark.parametrize("place", range(0, 200, 8))
 def test_an_interrupt_at_any_call_leaves_every_module_as_it_was(place):
     """Within what is ours, the functions that give everything back included."""
-    network = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), Gate(3), nn.BatchNorm1d(3)).train()
+    network = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), L0Gate(3), nn.BatchNorm1d(3)).train()
     network[3].eval()
     before = [dict(vars(module)) for module in network.modules()]
     calls = iter(range(10**6))

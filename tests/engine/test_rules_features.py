@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.exactness import Between, examine
 from tests.networks import Net
 
@@ -191,7 +191,11 @@ def test_attention_over_constants_varies():
         return net.out(F.scaled_dot_product_attention(q, q[:, :, :3], v)[:, 0])
 
     network = Net(
-        forward, query=nn.Linear(6, 4), gate=Gate(4), out=nn.Linear(4, 2), values=nn.Parameter(torch.randn(1, 1, 3, 4))
+        forward,
+        query=nn.Linear(6, 4),
+        gate=L0Gate(4),
+        out=nn.Linear(4, 2),
+        values=nn.Parameter(torch.randn(1, 1, 3, 4)),
     )
     analysis = examine(network, torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
     assert not analysis.folds

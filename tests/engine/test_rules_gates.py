@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
 from tests.engine.exactness import examine
@@ -29,7 +29,7 @@ def test_a_gate_that_is_drawn_for_ones():
         lambda net, x: x + net.gate(x.new_ones(1, 1)) * net.two(torch.relu(net.one(x))),
         one=nn.Linear(6, 5),
         two=nn.Linear(5, 6),
-        gate=Gate(1),
+        gate=L0Gate(1),
     )
     analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True])})
     assert len(analysis.remaining["one.weight"][0]) == 1
@@ -42,7 +42,7 @@ def test_calls_of_one_gate_have_one_size():
         plain = net.one(x)
         return net.out(net.gate(plain)) + net.out(net.gate(net.two(x))) + plain.sum(-1, keepdim=True)
 
-    network = Net(forward, one=nn.Linear(6, 4), two=nn.Linear(6, 4), gate=Gate(4), out=nn.Linear(4, 2))
+    network = Net(forward, one=nn.Linear(6, 4), two=nn.Linear(6, 4), gate=L0Gate(4), out=nn.Linear(4, 2))
     analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True, False, False, True])})
     assert analysis.gates["gate"].front.tolist() == [0, 1, 2, 3]
     assert analysis.gates["gate"].behind.tolist() == [1, 2]
@@ -52,9 +52,9 @@ def test_calls_of_one_gate_have_one_size():
 def test_constants_that_stay_are_still_computed():
     """With all gates closed the output is constant; what stays since no dimension may be empty is still right."""
     branch = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
-    layers = [nn.Linear(6, 4), Gate(4), residual(nn.Identity(), branch), nn.LayerNorm(4), nn.Linear(4, 3)]
+    layers = [nn.Linear(6, 4), L0Gate(4), residual(nn.Identity(), branch), nn.LayerNorm(4), nn.Linear(4, 3)]
     examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
-    layers = [nn.Linear(6, 4), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
+    layers = [nn.Linear(6, 4), L0Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
     analysis = examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
     assert [len(x) for x in analysis.remaining["3.weight"]] == [3, 1]
     assert len(analysis.folds[0].units) == 3
@@ -66,7 +66,7 @@ def test_constants_at_open_gates_vary_unless_the_gates_are_fixed():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.gate, self.second, self.out = nn.Linear(6, 4), Gate(4), Gate(4), nn.Linear(4, 2)
+            self.one, self.gate, self.second, self.out = nn.Linear(6, 4), L0Gate(4), L0Gate(4), nn.Linear(4, 2)
 
         def forward(self, x):
             return self.out(self.second(self.gate(self.one(x)).sigmoid()))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.maps import VARIES
 from tests.engine.exactness import examine
@@ -17,7 +17,7 @@ class Between(nn.Module):
 
     def __init__(self, *layers):
         super().__init__()
-        self.one, self.gate, self.layers = nn.Conv2d(3, 8, 3), Gate(8, 1), nn.Sequential(*layers)
+        self.one, self.gate, self.layers = nn.Conv2d(3, 8, 3), L0Gate(8, dim=1), nn.Sequential(*layers)
         with torch.no_grad():
             self.out = nn.Conv2d(self.middle(torch.ones(2, 3, 8, 8)).shape[1], 2, 1)
 
@@ -81,7 +81,7 @@ def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
             h = net.gate(net.one(x))
             return net.out(h + 1.0).mean((2, 3)) + net.out(net.second(h)).mean((2, 3))
 
-        return Net(forward, one=nn.Conv2d(3, 8, 1), gate=Gate(8, 1), out=nn.Conv2d(8, 2, 1), second=second)
+        return Net(forward, one=nn.Conv2d(3, 8, 1), gate=L0Gate(8, dim=1), out=nn.Conv2d(8, 2, 1), second=second)
 
     for second, count in (
         (lambda h: 2 * h + 1, 4),
@@ -100,7 +100,7 @@ def test_weights_that_depend_on_the_input():
     class Conditional(nn.Module):
         def __init__(self, norm):
             super().__init__()
-            self.one, self.gate, self.norm = nn.Conv2d(3, 8, 1), Gate(8, 1), norm
+            self.one, self.gate, self.norm = nn.Conv2d(3, 8, 1), L0Gate(8, dim=1), norm
             self.shift, self.out = nn.Linear(4, 8), nn.Conv2d(8, 2, 1)
 
         def forward(self, x, condition):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import analyse, record
 
 SHAPE = (3, 6, 4, 4)
@@ -79,9 +79,9 @@ class Around(nn.Module):
 
     def __init__(self, operation, dim, behind=None):
         super().__init__()
-        self.gate, self.operation = Gate(SHAPE[dim], dim), operation
+        self.gate, self.operation = L0Gate(SHAPE[dim], dim=dim), operation
         if behind is not None:
-            self.last = Gate(first(operation(torch.ones(SHAPE))).shape[behind], behind)
+            self.last = L0Gate(first(operation(torch.ones(SHAPE))).shape[behind], behind)
 
     def forward(self, x):
         y = self.operation(self.gate(x))
@@ -153,7 +153,7 @@ def test_the_price_of_a_computed_weight_in_groups():
         def __init__(self):
             super().__init__()
             self.start, self.weight = nn.Parameter(torch.ones(1, 4, 3, 3)), nn.Parameter(torch.ones(5, 4, 1, 1))
-            self.style, self.gate, self.head = nn.Linear(2, 4), Gate(4), nn.Conv2d(5, 2, 1)
+            self.style, self.gate, self.head = nn.Linear(2, 4), L0Gate(4), nn.Conv2d(5, 2, 1)
 
         def forward(self, x):
             weight = self.weight * self.gate(self.style(x))[:, None, :, None, None]

@@ -6,7 +6,7 @@ from torch import nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
 from tests.networks import Net
 
 CLOSED = (torch.arange(6) % 2 == 0).double()
@@ -21,7 +21,7 @@ class Gated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.enter, self.gate, self.leave = nn.Linear(4, 6), Gate(6), nn.Linear(6, 2)
+        self.enter, self.gate, self.leave = nn.Linear(4, 6), L0Gate(6), nn.Linear(6, 2)
 
     def hidden(self, x):
         return self.gate(torch.relu(self.enter(x)))
@@ -48,7 +48,7 @@ def overwritten():
         h.mul_(net.leave(net.gate(torch.relu(net.inner(h)))))
         return h
 
-    return Net(forward, enter=nn.Linear(4, 4), inner=nn.Linear(4, 6), gate=Gate(6), leave=nn.Linear(6, 4))
+    return Net(forward, enter=nn.Linear(4, 4), inner=nn.Linear(4, 6), gate=L0Gate(6), leave=nn.Linear(6, 4))
 
 
 def test_state_that_changes_with_every_call():
@@ -102,8 +102,8 @@ def branch():
     """A residual branch of 4 x 6 and 6 x 4 weights, units with gates inside and one gate on the whole."""
     return Net(
         lambda net, x: net.leave(x + net.whole(net.body(x))),
-        body=nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Gate(6), nn.Linear(6, 4)),
-        whole=Gate(1),
+        body=nn.Sequential(nn.Linear(4, 6), nn.ReLU(), L0Gate(6), nn.Linear(6, 4)),
+        whole=L0Gate(1),
         leave=nn.Linear(4, 2),
     )
 
@@ -151,11 +151,11 @@ def test_lists_of_calls():
     network, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double(), example(3, 4)
     ways = [x, {"input": x[:2]}]
     assert list(suggest_gates(network, ways)) == ["1"]
-    insert_gates(network, {"1": Gate(6)}, ways)
-    nothing_left = str(suggest_gates(insert_gates(network, {"1": Gate(6)}), ways))
+    insert_gates(network, {"1": L0Gate(6)}, ways)
+    nothing_left = str(suggest_gates(insert_gates(network, {"1": L0Gate(6)}), ways))
     assert nothing_left.startswith("no module without a gate behind which one would cut something")
     with pytest.raises(ValueError, match=r"output of '1', of shape \(3, 6\)"):
-        insert_gates(network, {"1": Gate(5)}, ways)
+        insert_gates(network, {"1": L0Gate(5)}, ways)
 
 
 @pytest.mark.parametrize("ask", [NetworkCost, suggest_gates])

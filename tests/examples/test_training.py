@@ -15,7 +15,7 @@ from common.data import load_digits
 from common.mnist_run import Options, Run
 from common.networks import Classifier
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn import L0Gate, fix_gates
 
 
 def test_averages_reach_back_over_a_tenth_of_the_steps():
@@ -38,7 +38,7 @@ def test_averages_reach_back_over_a_tenth_of_the_steps():
 def test_the_likelihood_is_that_of_a_plate():
     """The classifier's loss and gradients are those of a Categorical in a subsampled plate."""
     x, y = torch.rand(6, 4), torch.randint(0, 3, (6,))
-    net = nn.Sequential(Gate(4), nn.Linear(4, 3))
+    net = nn.Sequential(L0Gate(4), nn.Linear(4, 3))
     classifier = Classifier(net, 50)
 
     def plated(x, y):

@@ -15,7 +15,7 @@ from pyro_l0 import BernoulliGate, HardConcrete, fast
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, factor
 from pyro_l0.infer.record import Record, sample
-from pyro_l0.nn import Gate, NetworkCost, fix_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.square_norms import square_norms
 from tests.cases import ATOMIC, FAMILIES
@@ -107,8 +107,10 @@ def gated(sizes=(12, 9, 5)):
     """A small network with three layers of gates, and a batch."""
     layers = []
     for i, size in enumerate(sizes):
-        layers += [Gate(size), nn.Linear(size, (*sizes[1:], 3)[i]), nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).double(), torch.randn(24, sizes[0], dtype=torch.float64)
+        layers += [L0Gate(size), nn.Linear(size, (*sizes[1:], 3)[i]), nn.Tanh()]
+    net = nn.Sequential(*layers[:-1]).double()
+    name_gates(net)
+    return net, torch.randn(24, sizes[0], dtype=torch.float64)
 
 
 def loss_and_gradients(net, x, guide, elbo):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_l0.fast.products import gated_product, multiply_along
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import name_gates
 
 
@@ -23,6 +23,11 @@ def gradients(y, leaves, twice=False):
     if not twice:
         return first
     return *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+
+def named(gate):
+    gate.site_name = "gate"
+    return gate
 
 
 class Products(TorchDispatchMode):
@@ -126,7 +131,7 @@ def test_functions_by_keyword_and_autocast():
 def test_gates_of_maps_and_of_the_features_behind_a_flattening(flatten, rows):
     """Values and gradients of two plain products, whether or not they become one."""
     x, z = factors(rows, 3, 2, 2, units=3, make=torch.randn, dtype=torch.float64)
-    maps, features, layer = Gate(3, dim=1), Gate(12), nn.Linear(12, 4).double()
+    maps, features, layer = L0Gate(3, dim=1), L0Gate(12), nn.Linear(12, 4).double()
     maps.site_name, features.site_name = "maps", "features"
     y = torch.rand(12, dtype=torch.float64, requires_grad=True)
     with poutine.condition(data={"maps": z, "features": y}):
@@ -152,7 +157,7 @@ def test_the_layer_behind_multiplies_its_weights_where_that_is_cheaper(shape, la
     """Then no product of the backward pass has the shape of the features."""
     x, z = factors(*shape)
     with poutine.condition(data={"gate": z}):
-        loss = layer(Gate(4, dim=1)(x)).sum()
+        loss = layer(named(L0Gate(4, dim=1))(x)).sum()
     with Products() as products:
         loss.backward()
     assert (shape in products.shapes) is not by_weights
@@ -183,7 +188,7 @@ def test_a_product_whose_factors_have_changed():
 def test_no_product_knows_its_factors_where_the_layer_would_differ():
     """Without gradients, which the layer behind would have, and with complex features. One without rows may."""
     x, z = factors(5, 4)
-    gate, layer = Gate(4), nn.Linear(4, 3)
+    gate, layer = named(L0Gate(4)), nn.Linear(4, 3)
     with poutine.condition(data={"gate": z}):
         with torch.no_grad():
             features = gate(x)
@@ -236,7 +241,7 @@ def test_gradients_of_the_product_itself():
 
 def test_gates_inside_transforms():
     x, z = factors(6, 4)
-    net = nn.Sequential(Gate(4), nn.Linear(4, 3))
+    net = nn.Sequential(L0Gate(4), nn.Linear(4, 3))
     name_gates(net)
 
     def run(rows, gates):

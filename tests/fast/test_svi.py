@@ -13,7 +13,7 @@ from torch import nn
 from pyro_l0 import HardConcrete, fast
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.record import Record, sample, sole_record
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import name_gates
 
 
@@ -21,7 +21,7 @@ def pair(objective):
     """A gated network, its guide and its loss, with one seed."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    net = nn.Sequential(Gate(6), nn.Linear(6, 5), nn.ReLU(), Gate(5), nn.Linear(5, 3)).double()
+    net = nn.Sequential(L0Gate(6), nn.Linear(6, 5), nn.ReLU(), L0Gate(5), nn.Linear(5, 3)).double()
     name_gates(net)
     x, y = torch.randn(20, 6).double(), torch.arange(20) % 3
 

@@ -9,8 +9,8 @@ from pyro import poutine
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, fix_gates, insert_gates
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn import L0Gate, fix_gates, insert_gates
+from pyro_l0.nn.gate import name_gates
 from tests.networks import Net
 
 # torch says so of the packed batches that it makes.
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 
 
-class OwnGate(Gate):
+class OwnGate(L0Gate):
     """A user's."""
 
 
@@ -41,9 +41,9 @@ def encoder(one):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda **options: insert_gates(encoder(layer(**options)), {"layers.0.linear1": Gate(16)}),
+        lambda **options: insert_gates(encoder(layer(**options)), {"layers.0.linear1": L0Gate(16)}),
         lambda **options: encoder(layer(OwnGate, **options)),
-        lambda **options: pickle.loads(pickle.dumps(encoder(layer(Gate, **options)))),
+        lambda **options: pickle.loads(pickle.dumps(encoder(layer(L0Gate, **options)))),
     ],
     ids=["insert", "subclass", "pickle"],
 )
@@ -52,7 +52,7 @@ def test_gates_in_fused_transformer_layers_act_in_eval(make, norm_first, padding
     """Given by a handler, or fixed: as in a network that computes every operation by itself."""
     torch.manual_seed(1)
     network, x = make(norm_first=norm_first).eval(), torch.randn(2, 5, 8)
-    gates = gate_names(network)
+    gates = name_gates(network)
     options = {} if padding is None else {"src_key_padding_mask": padding}
     outputs = []
     for value in (0.0, 0.5, 1.0):
@@ -73,13 +73,17 @@ def test_gates_in_fused_transformer_layers_act_in_eval(make, norm_first, padding
     ("make", "path", "message"),
     [
         (lambda: layer(), "self_attn.out_proj", "nn.MultiheadAttention reads the weights of 'self_attn.out_proj'"),
-        (lambda: nn.ModuleDict({"rnn": nn.GRU(3, 4)}), "rnn", r"Gate\(4\) for the hidden units of 'rnn'.*got Gate\(8"),
+        (
+            lambda: nn.ModuleDict({"rnn": nn.GRU(3, 4)}),
+            "rnn",
+            r"L0Gate\(4\) for the hidden units of 'rnn'.*got L0Gate\(8",
+        ),
         (lambda: nn.ModuleDict({"rnn": nn.LSTM(3, 8, proj_size=2)}), "rnn", "without proj_size, but got proj_size=2"),
     ],
 )
 def test_gates_behind_what_is_not_called_or_returns_more_are_refused(make, path, message):
     with pytest.raises(ValueError, match=message):
-        insert_gates(make(), {path: Gate(8)})
+        insert_gates(make(), {path: L0Gate(8)})
 
 
 @pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
@@ -93,7 +97,7 @@ def test_attributes_of_a_module_with_a_gate_are_read():
         return net.b(F.linear(x.to(net.a.weight.dtype), net.a.weight) + 0 * net.a(x))
 
     network = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-    gated, x = insert_gates(network.double(), {"a": Gate(4)}), torch.randn(2, 3).double()
+    gated, x = insert_gates(network.double(), {"a": L0Gate(4)}), torch.randn(2, 3).double()
     gates = {"a.1": torch.tensor([1.0, 0.0, 1.0, 0.0]).double()}
     found = compact(gated, gates, x)
     assert found.network.a.out_features == 4  # what is read past the gate stays
@@ -130,4 +134,4 @@ class Twice(nn.Module):
 )
 def test_a_gate_behind_a_module_that_is_called_on_other_units_or_never_is_refused(path, message):
     with pytest.raises(ValueError, match=message):
-        insert_gates(Twice(), {path: Gate(4)}, ({"x": torch.randn(2, 3)},))
+        insert_gates(Twice(), {path: L0Gate(4)}, ({"x": torch.randn(2, 3)},))

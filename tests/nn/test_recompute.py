@@ -1,4 +1,4 @@
-"""L0Gates that a network draws once a call, also in blocks whose activations are recomputed for the gradient."""
+"""Gates that a network draws once a call, also in blocks whose activations are recomputed for the gradient."""
 
 import copy
 import pickle
@@ -11,13 +11,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, L0Gate, NetworkGates, fix_gates
+from pyro_l0.infer import L0_ELBO, AutoGate, factor
+from pyro_l0.nn import L0Gate, NetworkGates, fix_gates
 from pyro_l0.nn.gate import name_gates
+from tests.networks import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
-def plain(block, *inputs, **options):
+def plain(block, *inputs, use_reentrant):
     return block(*inputs)
 
 
@@ -73,18 +75,47 @@ def gradients(run, mode="plain", batches=1, in_turn=False, around=plain):
     [
         {},
         {"mode": "nested"},
-        {"batches": 3, "mode": "nested"},
-        {"batches": 3, "in_turn": True},
         {"around": checkpoint},
+        {"around": checkpoint, "batches": 3, "in_turn": True},
+        {"around": checkpoint, "mode": "nested"},
+        {"around": checkpoint, "batches": 3, "mode": "nested"},
         {"around": reentrant},
+        {"around": reentrant, "batches": 3, "mode": "nested"},
     ],
-    ids=["blocks", "nested", "three calls, nested", "three calls in turn", "all", "all, reentrant"],
+    ids=[
+        "blocks",
+        "nested",
+        "all",
+        "all, three calls in turn",
+        "all, nested",
+        "all, three calls, nested",
+        "reentrant",
+        "three, reentrant",
+    ],
 )
 def test_checkpointed_blocks_have_the_plain_gradients(options):
-    """Every recomputation takes the values of its own first run, whichever order the backward passes have."""
+    """Every recomputation takes the values of its own first run."""
     expected = gradients(plain, **options)
     assert all((grad != 0).any() for name, grad in expected.items() if "log_alpha" in name)
     torch.testing.assert_close(gradients(checkpoint, **options), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"mode": "nested"}, {"in_turn": True}], ids=str)
+def test_blocks_of_a_network_that_was_called_since_are_refused(options):
+    """Before a gradient leaves the block; what the message advises has the gradients of the sum."""
+    with pytest.raises(RuntimeError, match=r"a checkpointed block .* been called since.*Go backward after each"):
+        gradients(checkpoint, batches=3, **options)
+    found = {}
+    for run in (plain, checkpoint):
+        torch.manual_seed(3)
+        net = Blocks(run, options.get("mode", "plain")).double()
+        NetworkGates(net)
+        data = [(torch.randn(4, 1, 4, 4).double(), torch.randint(3, (4,))) for _ in range(3)]
+        torch.manual_seed(7)
+        for x, y in data:
+            F.cross_entropy(net(x), y).backward()
+        found[run] = [p.grad for p in net.parameters()]
+    torch.testing.assert_close(found[checkpoint], found[plain], rtol=1e-10, atol=1e-12)
 
 
 def test_reentrant_blocks_draw_by_themselves():
@@ -175,25 +206,72 @@ def test_networks_without_gates_have_no_hook_of_theirs():
     assert net._forward_hooks
 
 
-def test_a_block_with_another_random_state_is_refused():
-    net = nn.Sequential(nn.Linear(5, 5), L0Gate(5))
+def preserving_nothing(block, x, use_reentrant):
+    return checkpoint(block, x, use_reentrant=use_reentrant, preserve_rng_state=False)
+
+
+def test_a_block_with_another_random_state():
+    """It has the gates of its network's call; one that draws by itself is refused, even if nothing trains the gates."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), L0Gate(5, init_active_prob=0.5), nn.Linear(5, 1)).double()
+    x, forward = torch.randn(7, 5).double(), net.forward
+    for is_trained in (True, False):
+        net[1].requires_grad_(is_trained)
+        out = preserving_nothing(net, x, use_reentrant=False)
+        torch.rand(3)
+        with pytest.raises(RuntimeError, match=r"gate L0Gate\(5.*random state is another.*preserve_rng_state=True"):
+            out.sum().backward()
     NetworkGates(net)
-    x, forward = torch.randn(7, 5, requires_grad=True), net.forward
-    net.forward = lambda x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
-    out = net(x).sum()
-    torch.rand(3)
-    with pytest.raises(RuntimeError, match=r"call gate L0Gate\(5.*\) with the random state of its first run.*\. Use"):
+    found = []
+    for run in (plain, preserving_nothing):
+        net.forward = lambda x, run=run: run(forward, x, use_reentrant=False)
+        net.zero_grad()
+        torch.manual_seed(1)
+        out = net(x).sum()
+        torch.rand(3)
         out.backward()
+        found.append([net[i].weight.grad for i in (0, 2)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("run", [checkpoint, reentrant])
-def test_gates_of_models_are_refused_in_blocks(run):
-    net, x = nn.Sequential(nn.Linear(5, 5), Gate(5), nn.Linear(5, 1)), torch.randn(7, 5, requires_grad=True)
-    name_gates(net)
-    with poutine.condition(data={"1": torch.rand(5)}):
-        out = run(net, x, use_reentrant=False)
-    with pytest.raises(RuntimeError, match=r"gate '1' outside of checkpointed blocks.*\. Use L0Gate"):
-        out.sum().backward()
+def models(run):
+    """A classifier of three blocks, of which one gate acts in two, as a model, and its guide."""
+    torch.manual_seed(0)
+    layers = {f"layer{i}": nn.Linear(5, 5) for i in range(3)} | {"gate": L0Gate(5), "other": L0Gate(5)}
+
+    def forward(net, x):
+        def block(h, layer, gate):
+            return gate(torch.tanh(layer(h)))
+
+        for layer, gate in ((net.layer0, net.gate), (net.layer1, net.gate), (net.layer2, net.other)):
+            x = run(block, x, layer, gate, use_reentrant=False)
+        factor("y", -x.square().sum())
+
+    model = Net(forward, **layers).double()
+    name_gates(model)
+    guide, x = AutoGate(model, init_active_prob=0.6), torch.randn(7, 5).double().requires_grad_()
+    guide(x)
+    return model, guide, x
+
+
+def test_models_have_the_plain_gradients():
+    found = []
+    for run in (plain, checkpoint):
+        model, guide, x = models(run)
+        torch.manual_seed(1)
+        L0_ELBO("l0", lam=0.1).differentiable_loss(model, guide, x).backward()
+        found.append([x.grad, *(p.grad for p in (*model.parameters(), *guide.parameters()))])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def test_models_that_are_refused_in_blocks():
+    """Several runs before one backward pass, and blocks that keep no graph."""
+    model, guide, x = models(checkpoint)
+    with pytest.raises(RuntimeError, match=r"gate .* that it had at first, but its network has been called since"):
+        L0_ELBO("l0", num_particles=3).differentiable_loss(model, guide, x).backward()
+    model, guide, x = models(reentrant)
+    with pytest.raises(RuntimeError, match=r"'other' in checkpointed blocks .*\. Pass use_reentrant=False"):
+        L0_ELBO("l0").differentiable_loss(model, guide, x).backward()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +286,7 @@ def test_gates_of_models_are_refused_in_blocks(run):
 def test_a_gate_in_front_of_a_checkpointed_block(block):
     """Its product, which may wait for the layer, is one tensor in both runs."""
     torch.manual_seed(0)
-    gate, layer, z = Gate(8), nn.Linear(8, 3).double(), torch.rand(8, dtype=torch.float64, requires_grad=True)
+    gate, layer, z = L0Gate(8), nn.Linear(8, 3).double(), torch.rand(8, dtype=torch.float64, requires_grad=True)
     gate.site_name = "gate"
     x, leaves = torch.randn(20, 8).double(), [z, *layer.parameters()]
     with poutine.condition(data={"gate": z}):

@@ -10,7 +10,7 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
 
@@ -245,7 +245,7 @@ def test_a_module_that_is_called_with_units_in_two_dimensions(drop):
 
 def test_gates_that_are_there_already_stay():
     """What is in front of them needs no other."""
-    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     assert set(suggest_gates(network, torch.ones(1, 3))) == {"4"}
 
 
@@ -264,7 +264,7 @@ def test_a_weight_that_is_computed_of_all_its_units_is_named(norm, called):
                 call()
         nn.utils.remove_spectral_norm(network[3])
     else:
-        report = str(NetworkCost(insert_gates(network, {"2": Gate(6)}), x).report())
+        report = str(NetworkCost(insert_gates(network, {"2": L0Gate(6)}), x).report())
         assert "behind the gate (mv in 3.parametrizations.weight.0; remove it first: torch.nn.utils.par" in report
         assert "4" in suggest_gates(network, x)
         nn.utils.parametrize.remove_parametrizations(network[3], "weight")
@@ -422,11 +422,10 @@ def test_the_parameters_of_a_location_are_those_that_shrink(name):
     network = network.double().eval()
     suggestions = suggest_gates(network, x)
     gated = insert_gates(network, suggestions)
-    sites = {gate: site for site, gate in gate_names(gated).items()}
     whole = {key: value.shape for key, value in network.state_dict().items()}
     assert suggestions.locations
     for at in suggestions.locations:
-        gates = {site: torch.ones(gate.size).double() for gate, site in sites.items()}
-        gates[sites[at.gate]][1] = 0
+        gates = {site: torch.ones(gate.size).double() for site, gate in gate_names(gated).items()}
+        gates[f"{at.path}.1"][1] = 0
         small = compact(gated, gates, x).network.state_dict()
         assert set(at.parameters) == {key for key, shape in whole.items() if small[key].shape != shape}

@@ -7,7 +7,7 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.runs import factor
-from pyro_l0.nn import Gate, fix_gates, gate_weights
+from pyro_l0.nn import L0Gate, fix_gates, gate_weights
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.weights import fix_weights
 
@@ -46,7 +46,7 @@ def test_a_gate_multiplies_one_weight(name):
 
 def test_price_and_count_are_of_single_weights():
     """Eq. 22 with groups of one weight, from the posterior's probabilities; unit gates beside them have their own."""
-    net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), Gate(2), nn.Linear(2, 1)), "0", "3")
+    net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), L0Gate(2), nn.Linear(2, 1)), "0", "3")
     assert {site: gate.size for site, gate in name_gates(net).items()} == {"0.gate": 6, "2": 2, "3.gate": 2}
 
     def model(x):
@@ -64,7 +64,7 @@ def test_price_and_count_are_of_single_weights():
 def test_units_beside_gated_weights_compact():
     """The zeros of what is left stay zeros, and the outputs are the same."""
     torch.manual_seed(0)
-    net = gate_weights(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2)), "0", "3").double()
+    net = gate_weights(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 2)), "0", "3").double()
     gates = {site: (torch.rand(gate.size) < 0.5).double() for site, gate in name_gates(net).items()}
     gates["2"] = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
     x = torch.randn(5, 3, dtype=torch.float64)

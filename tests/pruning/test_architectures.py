@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.pruning import Training
 from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits
 
@@ -136,7 +136,7 @@ def test_a_gate_given_at_several_paths_is_one():
             x = self.first(x)
             return self.last(x + self.inner(x).relu())
 
-    gates = dict.fromkeys(("first", "inner"), Gate(8))
+    gates = dict.fromkeys(("first", "inner"), L0Gate(8))
     result = prune(Residual(), F.mse_loss, loader, x[:2], 0.4, epochs=20, gates=gates)
     assert len(result.report.target.open) == 1
     assert result.network.first.out_features == result.network.inner.in_features == result.network.last.in_features < 8

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.pruning import latency
 from pyro_l0.pruning.latency import Latency, measure_latency, microseconds
 from pyro_l0.pruning.result import notes_on_latency
@@ -45,8 +45,8 @@ def counted(monkeypatch):
 
 def convolutions():
     torch.manual_seed(0)
-    first = [nn.Conv2d(1, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), Gate(12, dim=1), nn.Conv2d(12, 12, 3, groups=12)]
-    return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), nn.Linear(192, 30), nn.ReLU(), Gate(30), nn.Linear(30, 4))
+    first = [nn.Conv2d(1, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), L0Gate(12, dim=1), nn.Conv2d(12, 12, 3, groups=12)]
+    return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), nn.Linear(192, 30), nn.ReLU(), L0Gate(30), nn.Linear(30, 4))
 
 
 @pytest.mark.usefixtures("counted")
@@ -82,7 +82,7 @@ def test_steps_are_found(counted, monkeypatch):
         return [100.0 * (1 + (count > 10 + 10 * 97)) for count in flops(runs, device)]
 
     monkeypatch.setattr(latency, "microseconds", steps)
-    network = nn.Sequential(nn.Linear(3, 200), nn.ReLU(), Gate(200), nn.Linear(200, 2))
+    network = nn.Sequential(nn.Linear(3, 200), nn.ReLU(), L0Gate(200), nn.Linear(200, 2))
     model = Latency(network, torch.ones(1, 3))
     assert len(counted) < 30
     at = [model({"2": (torch.arange(200) < n).float()}).item() for n in (1, 97, 98, 200)]
@@ -136,14 +136,14 @@ def test_times_of_a_clock(monkeypatch):
 
 @pytest.mark.usefixtures("counted")
 def test_a_network_without_such_operations():
-    network = nn.Sequential(Gate(3), nn.BatchNorm1d(3))
+    network = nn.Sequential(L0Gate(3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match=r"less time with fewer units.*take another cost"):
         Latency(network, torch.ones(2, 3))
 
 
 def measured(rank, folder):
     """What each of two processes takes for the times."""
-    network = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), Gate(20), nn.Linear(20, 2))
+    network = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), L0Gate(20), nn.Linear(20, 2))
     return measure_latency(network, torch.ones(1, 3), None).measured
 
 

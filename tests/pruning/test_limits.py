@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate, gate_heads, insert_gates
+from pyro_l0.nn import L0Gate, gate_heads, insert_gates
+from pyro_l0.nn.gate import name_gates
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step
 from tests.pruning.networks import BATCHES, Mlp, ResidualCnn, VisionTransformer, X, prune_with, stopping
 
@@ -31,13 +32,15 @@ def test_units_that_stay():
 
 def test_paths_of_modules_around_gates():
     """Each site inside has its fraction, rounded up; the larger of two numbers holds, and a shared gate counts once."""
-    shared = Gate(8)
-    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10), Gate(10), nn.Linear(10, 2)]
+    shared = L0Gate(8)
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10), L0Gate(10), nn.Linear(10, 2)]
     inner = insert_gates(nn.Sequential(*layers), {"1": shared, "3": shared})
     assert gates_at_least(inner, {"": 0.3}) == {"1.1": 3, "5": 3}
     assert gates_at_least(inner, {"3": 5, "": 0.3}) == {"1.1": 5, "5": 3}
-    assert gates_at_least(nn.Sequential(inner), {"0": 2}) == {"0.1.1": 2, "0.5": 2}
     assert gates_at_least(inner, {"5": 1.0}) == {"5": 10}
+    outer = nn.Sequential(inner)
+    name_gates(outer)
+    assert gates_at_least(outer, {"0": 2}) == {"0.1.1": 2, "0.5": 2}
 
 
 @pytest.mark.parametrize("kind", [Mlp, ResidualCnn, pytest.param(VisionTransformer, marks=pytest.mark.slow)])
@@ -57,8 +60,8 @@ def test_heads_count_by_their_features():
     """Of 4 heads of 12 features an even number has a multiple of 8; maps behind a flattening count as such."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(48, 4, 64, batch_first=True)
-    gated = insert_gates(gate_heads(layer, {"self_attn.out_proj": 4}), {"linear1": Gate(64)})
+    gated = insert_gates(gate_heads(layer, {"self_attn.out_proj": 4}), {"linear1": L0Gate(64)})
     found = gates_in_step(gated, torch.zeros(1, 3, 48), 8)
     assert found == {"self_attn.out_proj.gate": 2, "linear1.1": 8}
-    convolutions = nn.Sequential(nn.Conv2d(1, 12, 3), nn.ReLU(), Gate(12, dim=1), nn.Flatten(), nn.Linear(48, 2))
+    convolutions = nn.Sequential(nn.Conv2d(1, 12, 3), nn.ReLU(), L0Gate(12, dim=1), nn.Flatten(), nn.Linear(48, 2))
     assert gates_in_step(convolutions, torch.zeros(1, 1, 4, 4), 8) == {"2": 8}

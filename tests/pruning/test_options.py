@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
-from pyro_l0.nn import Gate, L0Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
 from pyro_l0.pruning.insertion_points import put_gates
@@ -137,12 +137,12 @@ def test_a_cost_of_one_s_own():
     def units(gates):
         return gates["first.1"].sum()
 
-    gates = {"first": Gate(32), "second": Gate(24)}
+    gates = {"first": L0Gate(32), "second": L0Gate(24)}
     result = pruned(budget=0.25, cost=units, gates=gates)
     assert result.network.first.out_features == 8
     assert result.network.second.out_features == 24
     assert type(result.network.first) is nn.Linear
-    alone = pruned(budget=0.7, gates={"second": Gate(24)}, network=Mlp(8, 24))  # the other layer keeps its units
+    alone = pruned(budget=0.7, gates={"second": L0Gate(24)}, network=Mlp(8, 24))  # the other layer keeps its units
     assert alone.network.first.out_features == 8
     assert alone.network.second.out_features < 24
     both = pruned(budget={"units": 0.5, "weights": 0.4}, cost={"units": units}, gates=gates)
@@ -150,7 +150,7 @@ def test_a_cost_of_one_s_own():
     assert counted_macs(both.network) <= 0.4 * counted_macs(Mlp())
 
 
-@pytest.mark.parametrize("gate", [Gate, L0Gate, partial(L0Gate, family="exponential")])
+@pytest.mark.parametrize("gate", [L0Gate, partial(L0Gate, family="exponential")])
 def test_a_network_that_has_gates(gate):
     """They are the ones that are used, and the error of the network as given is that with all of them open."""
     network = nn.Sequential(nn.Flatten(), gate(64), nn.Linear(64, 16), nn.ReLU(), gate(16), nn.Linear(16, 10))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.infer.target.sparsity_target import TargetReport
-from pyro_l0.nn import Gate, L0Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.pruning.result import notes_on
 from tests.networks import Net
 from tests.pruning.networks import BATCHES, Mlp, X, Y, prune_with
@@ -43,7 +43,7 @@ REFUSED = {
     "no insertion point": (
         dict(network=Net(lambda net, x: net.only(x.flatten(1)), only=nn.Linear(64, 10))),
         ValueError,
-        "an insertion point behind which.*found none; write Gate.*only: it makes the network's output",
+        "an insertion point behind which.*found none; write L0Gates.*only: it makes the network's output",
     ),
     "a stream": (dict(data=DataLoader(Stream(), None)), ValueError, "loader with a length.*steps_per_epoch"),
     "a generator": (dict(data=(batch for batch in BATCHES)), ValueError, "loader with a length.*generator"),
@@ -61,12 +61,12 @@ REFUSED = {
     "unknown count": (dict(cost="flops"), ValueError, "costs by name, of macs.*'flops'"),
     "below a unit": (dict(budget=0.01), ValueError, "one open gate per site meet, which cost.*larger budget"),
     "too few gates": (
-        dict(gates={"second": Gate(24)}, budget=0.3),
+        dict(gates={"second": L0Gate(24)}, budget=0.3),
         ValueError,
         "puts gates behind second, dropout, which can meet it",
     ),
-    "gates at no path": (dict(gates={"frist": Gate(32)}), ValueError, "'frist'; there are 'first'"),
-    "a gate of no size": (dict(gates={"first": Gate(31)}), ValueError, "Expected 31 units"),
+    "gates at no path": (dict(gates={"frist": L0Gate(32)}), ValueError, "'frist'; there are 'first'"),
+    "a gate of no size": (dict(gates={"first": L0Gate(31)}), ValueError, "Expected 31 units"),
     "no gates": (dict(gates={}), ValueError, "a network with L0Gates, but it has none"),
     "steps per epoch": (dict(steps_per_epoch=0), ValueError, "steps_per_epoch of at least 1"),
     "half a step per epoch": (dict(steps_per_epoch=2.5), TypeError, "steps_per_epoch to be a whole number"),
@@ -260,7 +260,7 @@ def test_a_network_that_cannot_be_cut_comes_back_whole(tmp_path):
     x = torch.randn(256, 3)
     data = DataLoader(TensorDataset(x, x[:, :1].sin()), 32)
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), _Picky(), nn.Linear(8, 1))
-    options = dict(gates={"2": Gate(8)}, epochs=40, pretrained=False, checkpoint=tmp_path / "run.pt")
+    options = dict(gates={"2": L0Gate(8)}, epochs=40, pretrained=False, checkpoint=tmp_path / "run.pt")
     with pytest.warns(UserWarning, match=r"whole, with fixed gates.*line \d+ of"):
         result = prune_with(network, F.mse_loss, data, x[:2], 0.65, **options)
     assert result.network[0].out_features == 8

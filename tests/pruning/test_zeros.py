@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from pyro_l0.compaction import compact_zeros, load_compacted
-from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn import L0Gate, fix_gates
 from tests.engine.zoo import ZOO, call, sites
 
 X = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -250,7 +250,7 @@ def test_a_scale_of_zeros_has_other_gradients_which_the_certificate_leaves_out()
 
 def test_a_network_with_gates_is_refused():
     with pytest.raises(ValueError, match="Expected one value per gate"):
-        compact_zeros(nn.Sequential(nn.Linear(4, 3), Gate(3), nn.Linear(3, 1)), torch.ones(1, 4))
+        compact_zeros(nn.Sequential(nn.Linear(4, 3), L0Gate(3), nn.Linear(3, 1)), torch.ones(1, 4))
 
 
 @pytest.mark.slow

@@ -569,9 +569,9 @@ def analyse(
         ValueError: a site is not recorded.
 
     Example:
-        >>> from pyro_l0.nn import Gate
+        >>> from pyro_l0.nn import L0Gate
         >>> from pyro_l0.nn.engine import record
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 1))
         >>> closed = {"2": torch.tensor([False, True, False])}
         >>> analysis = analyse(record(net, torch.ones(1, 2)), closed)
         >>> analysis.remaining["0.weight"]

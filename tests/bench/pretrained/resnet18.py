@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.cifar import load_cifar
 from pyro_l0 import prune
-from pyro_l0.nn import Gate, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.plots import figure_axes, save_figure
 from pyro_l0.pruning import Training
@@ -71,9 +71,9 @@ def trained(batches: Mirrored, file: Path) -> nn.Module:
     return network
 
 
-def with_streams(network: nn.Module) -> dict[str, Gate]:
+def with_streams(network: nn.Module) -> dict[str, L0Gate]:
     """All suggested gates, one for all locations of a stream."""
-    gates: dict[str, Gate] = {}
+    gates: dict[str, L0Gate] = {}
     for location in suggest_gates(network, EXAMPLE).locations:
         shared = [gates[path] for path in location.coupled if path in gates]
         gates[location.path] = shared[0] if shared else location.gate

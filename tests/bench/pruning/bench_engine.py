@@ -35,7 +35,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, insert_gates, suggest_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import gate_names
 from tests.bench.pruning.zoo import _timm, _torchvision, last_layers
@@ -194,8 +194,8 @@ class Layer(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.heads, self.head_gate = heads, Gate(heads, dim=1)
-        self.inner, self.unit_gate = nn.Linear(width, 4 * width), Gate(4 * width)
+        self.heads, self.head_gate = heads, L0Gate(heads, dim=1)
+        self.inner, self.unit_gate = nn.Linear(width, 4 * width), L0Gate(4 * width)
         self.outer = nn.Linear(4 * width, width)
         self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
 
@@ -220,8 +220,8 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
         self.branch = nn.Sequential(
-            *self.part(inputs, inner, 1, 1), nn.ReLU(), Gate(inner, dim=1),
-            *self.part(inner, inner, 3, stride), nn.ReLU(), Gate(inner, dim=1),
+            *self.part(inputs, inner, 1, 1), nn.ReLU(), L0Gate(inner, dim=1),
+            *self.part(inner, inner, 3, stride), nn.ReLU(), L0Gate(inner, dim=1),
             *self.part(inner, 4 * inner, 1, 1),
         )  # fmt: skip
         is_same = inputs == 4 * inner

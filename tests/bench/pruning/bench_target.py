@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.data import load_images
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.pruning import Training, prune
 from tests.bench.pruning import bench_pruning
 from tests.pruning.networks import VisionTransformer
@@ -40,7 +40,7 @@ PRETRAINING_STEPS = 1_000
 def mlp() -> nn.Module:
     """With gates on the pixels, too."""
     dense = (nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10))
-    return nn.Sequential(Gate(784), dense[0], nn.ReLU(), Gate(300), dense[1], nn.ReLU(), Gate(100), dense[2])
+    return nn.Sequential(L0Gate(784), dense[0], nn.ReLU(), L0Gate(300), dense[1], nn.ReLU(), L0Gate(100), dense[2])
 
 
 def cnn() -> nn.Module:
@@ -56,7 +56,7 @@ NETWORKS = {"mlp": mlp, "cnn": cnn, "vit": vit}
 
 def pretrain(network: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> None:
     """Train with all gates open."""
-    gates = [module for module in network.modules() if isinstance(module, Gate)]
+    gates = [module for module in network.modules() if isinstance(module, L0Gate)]
     plain = {id(gate): nn.Identity() for gate in gates}
     layers = [plain.get(id(module), module) for module in network] if isinstance(network, nn.Sequential) else []
     trained = nn.Sequential(*layers) if gates else network

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pyro_l0
-from pyro_l0.nn import Gate, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, insert_gates, suggest_gates
 from pyro_l0.pruning import Training
 from pyro_l0.pruning.phases import Distillation
 from pyro_l0.training import Checkpoint
@@ -107,13 +107,13 @@ def pretrain(problem: Problem, seed: int, path: Path) -> nn.Module:
     return network
 
 
-def places(network: nn.Module, example: Tensor) -> dict[str, Gate]:
+def places(network: nn.Module, example: Tensor) -> dict[str, L0Gate]:
     """Gates for every method: behind activations, or the max pools after them, and behind what flattens images.
 
     Places on the same units, as in a residual stream, have one gate, because what these units cost leaves only where
     all of them are closed. Parts of units, as the pixels of a flattened map, have none.
     """
-    gates: dict[str, Gate] = {}
+    gates: dict[str, L0Gate] = {}
     for place in suggest_gates(network, example).locations:
         before = network.get_submodule(place.path)
         if isinstance(before, nn.ReLU | nn.MaxPool2d | nn.Flatten) and not place.is_composite:

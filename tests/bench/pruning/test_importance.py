@@ -10,7 +10,7 @@ from torch import nn
 from common.residual import ResidualNetwork
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, insert_gates
+from pyro_l0.nn import L0Gate, insert_gates
 from pyro_l0.nn.insert import hooks_of
 from tests.bench.pruning import importance_runs
 from tests.bench.pruning.importance import SCORES, Units, derivatives, prune_by_importance
@@ -21,7 +21,7 @@ from tests.bench.pruning.masks import GATED_STEPS, drawn_as
 def small(seed=0):
     """A dense network of 3 inputs, 4 units and 2 outputs, with gates for the first two."""
     torch.manual_seed(seed)
-    return nn.Sequential(Gate(3), nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    return nn.Sequential(L0Gate(3), nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 2))
 
 
 def residual():
@@ -82,7 +82,7 @@ def test_derivatives_agree_with_differences():
 
 def test_taylor_and_fisher_by_hand():
     """A linear network's: the square of the mean and the mean of the squares, per multiply-add."""
-    network = nn.Sequential(Gate(2), nn.Linear(2, 1, bias=False))
+    network = nn.Sequential(L0Gate(2), nn.Linear(2, 1, bias=False))
     units = Units(network, torch.ones(1, 2))
     weight = units.network[1].weight.detach()
     x, y = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[0.5], [-2.0]])

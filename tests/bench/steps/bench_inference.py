@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.networks import NetworkName, build
 from pyro_l0.compaction import load_compacted
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import name_gates
 from tests.bench.timing import medians, options_of, seconds_in_turn
 
@@ -38,7 +38,7 @@ def main() -> None:
         if folder is None:
             continue
         network = build(name, 784)
-        dense = nn.Sequential(*(layer for layer in network if not isinstance(layer, Gate))).eval()
+        dense = nn.Sequential(*(layer for layer in network if not isinstance(layer, L0Gate))).eval()
         name_gates(network, prefix="net.")
         small = load_compacted(network, folder / "pruned").network
         weights = sum(p.numel() for p in small.parameters() if p.dim() > 1)

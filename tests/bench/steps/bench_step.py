@@ -46,7 +46,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.maths import hard_concrete_kl, quadrature
-from pyro_l0.nn import Gate, L0Gate, NetworkGates, penalty
+from pyro_l0.nn import L0Gate, NetworkGates, penalty
 from pyro_l0.nn.gate import name_gates
 from tests.bench.timing import Step, medians, options_of, peak_kib, seconds_in_turn
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for fan_in, fan_out in itertools.pairwise(SIZES):
-            layers += [Gate(fan_in), nn.Linear(fan_in, fan_out), nn.ReLU()]
+            layers += [L0Gate(fan_in), nn.Linear(fan_in, fan_out), nn.ReLU()]
         self.net = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor, y: Tensor) -> None:
@@ -74,7 +74,7 @@ class DenseModel(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(layer for layer in self.net if not isinstance(layer, Gate)))
+        self.net = nn.Sequential(*(layer for layer in self.net if not isinstance(layer, L0Gate)))
 
 
 class PlateModel(Model):

@@ -28,7 +28,7 @@ from common.averages import Average
 from common.data import Images, load_mnist
 from common.mnist_run import Options, Run
 from common.networks import build
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.bench.timing import options_of, seconds_in_turn
 
 ROUNDS, STEPS = 60, 10  # of the runs that do not shrink
@@ -39,7 +39,7 @@ class DenseRun:
 
     def __init__(self, images: Images, options: Options) -> None:
         torch.manual_seed(options.seed)
-        self.net = nn.Sequential(*(x for x in build(options.network, 784) if not isinstance(x, Gate)))
+        self.net = nn.Sequential(*(x for x in build(options.network, 784) if not isinstance(x, L0Gate)))
         self.images = images
         self.batch_size = options.batch_size
         self.optimiser = torch.optim.Adam(self.net.parameters(), options.learning_rate, fused=True)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from cifar_wrn import Options, Run
 from common.data import Images
 from common.residual import wide_resnet
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.bench.timing import medians, options_of, peak_kib, seconds_in_turn
 
 
@@ -29,7 +29,7 @@ def without_gates(net: nn.Module) -> nn.Module:
     """The network with nothing in the place of its gates."""
     for module in list(net.modules()):
         for name, child in module.named_children():
-            if isinstance(child, Gate):
+            if isinstance(child, L0Gate):
                 setattr(module, name, nn.Identity())
     return net
 

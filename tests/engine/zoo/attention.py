@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate, gate_heads
+from pyro_l0.nn import L0Gate, gate_heads
 from tests.engine.zoo.entry import Entry
 from tests.networks import Net
 
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         else:
             self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
         self.output = nn.Linear(size, size)
-        self.gate = Gate(heads, dim=1)
+        self.gate = L0Gate(heads, dim=1)
 
     def forward(self, x):
         projected = self.qkv(x).chunk(3, -1) if self.fused else (self.query(x), self.key(x), self.value(x))
@@ -44,7 +44,7 @@ def feed_forward(size, hidden):
     return Net(
         lambda net, x: net.outer(net.gate(F.gelu(net.inner(x)))),
         inner=nn.Linear(size, hidden),
-        gate=Gate(hidden),
+        gate=L0Gate(hidden),
         outer=nn.Linear(hidden, size),
     )
 
@@ -87,7 +87,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.heads, self.size = heads, size
         self.qkv = nn.Linear(size, 3 * size)
-        self.gate = Gate(heads, dim=1)
+        self.gate = L0Gate(heads, dim=1)
         self.output = nn.Linear(size, 5)
 
     def forward(self, x):
@@ -119,7 +119,7 @@ def attention_module():
         lambda net, x: net.head(net.gate(F.relu(net.inner(net.attention(x, x, x, need_weights=False)[0])))),
         attention=nn.MultiheadAttention(12, 4, batch_first=True),
         inner=nn.Linear(12, 16),
-        gate=Gate(16),
+        gate=L0Gate(16),
         head=nn.Linear(16, 3),
     )
 
@@ -136,7 +136,7 @@ class VisionTransformer(nn.Module):
         self.branches = nn.ModuleList()
         for _ in range(2):
             self.branches += [Attention(size, heads, fused=True), feed_forward(size, 10)]
-        self.gates = nn.ModuleList([Gate(1) for _ in range(4)])
+        self.gates = nn.ModuleList([L0Gate(1) for _ in range(4)])
         self.head = nn.Linear(size, 4)
 
     def forward(self, image):
@@ -154,7 +154,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.head_size = size // heads
         self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
-        self.gate = Gate(heads, dim=2)
+        self.gate = L0Gate(heads, dim=2)
         self.output = nn.Linear(size, 3)
 
     def forward(self, x):
@@ -180,9 +180,9 @@ class InputWidth(nn.Module):
 
     def __init__(self, size=12, heads=2):
         super().__init__()
-        self.num_heads, self.first, self.gate = heads, nn.Linear(3, size), Gate(size)
+        self.num_heads, self.first, self.gate = heads, nn.Linear(3, size), L0Gate(size)
         self.qkv, self.output, self.head = nn.Linear(size, 3 * size), nn.Linear(size, size), nn.Linear(size, 2)
-        self.inner = Gate(size)
+        self.inner = L0Gate(size)
 
     def forward(self, x):
         x = self.gate(self.first(x))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.entry import Entry, second_half
 from tests.networks import Net
 
@@ -12,17 +12,17 @@ from tests.networks import Net
 def lenet():
     """Maps become features: a closed map takes its share of the columns of the dense layer."""
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), Gate(4, dim=1),
-        nn.Conv2d(4, 6, 3), nn.ReLU(), Gate(6, dim=1),
-        nn.Flatten(), nn.Linear(6 * 4, 10), nn.ReLU(), Gate(10), nn.Linear(10, 3),
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), L0Gate(4, dim=1),
+        nn.Conv2d(4, 6, 3), nn.ReLU(), L0Gate(6, dim=1),
+        nn.Flatten(), nn.Linear(6 * 4, 10), nn.ReLU(), L0Gate(10), nn.Linear(10, 3),
     )  # fmt: skip
 
 
 def padded_constants():
     """A constant behind each gate meets the zeros of the padding, so that what it adds depends on the place."""
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), Gate(6, dim=1), nn.BatchNorm2d(6),
-        nn.Conv2d(6, 4, 3, padding=1), nn.Sigmoid(), Gate(4, dim=1), nn.BatchNorm2d(4), nn.Tanh(),
+        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), L0Gate(6, dim=1), nn.BatchNorm2d(6),
+        nn.Conv2d(6, 4, 3, padding=1), nn.Sigmoid(), L0Gate(4, dim=1), nn.BatchNorm2d(4), nn.Tanh(),
         nn.Conv2d(4, 2, 3, stride=2, padding=1),
     )  # fmt: skip
 
@@ -42,7 +42,7 @@ class InvertedResidual(nn.Module):
         self.squeeze = nn.Conv2d(middle, 4, 1)
         self.excite = nn.Conv2d(4, middle, 1)
         self.project = nn.Sequential(nn.Conv2d(middle, write, 1, bias=False), nn.BatchNorm2d(write))
-        self.gate = Gate(middle, dim=1)
+        self.gate = L0Gate(middle, dim=1)
         self.gate_first = gate_first
         self.is_residual = read == write and stride == 1
 
@@ -74,7 +74,7 @@ class ShuffleUnit(nn.Module):
         super().__init__()
         half = maps // 2
         self.narrow = nn.Sequential(nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU())
-        self.gate = Gate(half, dim=1)
+        self.gate = L0Gate(half, dim=1)
         self.filter = nn.Conv2d(half, half, 3, padding=1, groups=half, bias=False)
         self.wide = nn.Sequential(nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU())
 
@@ -93,8 +93,8 @@ def shufflenet():
 def grouped():
     """ResNeXt's grouped convolution between gates: a whole group of closed maps leaves with its filters."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.ReLU(), Gate(8, dim=1), nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False),
-        nn.ReLU(), Gate(8, dim=1), nn.Conv2d(8, 5, 1),
+        nn.Conv2d(3, 8, 1), nn.ReLU(), L0Gate(8, dim=1), nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False),
+        nn.ReLU(), L0Gate(8, dim=1), nn.Conv2d(8, 5, 1),
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ class WaveBlock(nn.Module):
         self.dilation = dilation
         self.signal = nn.Conv1d(maps, 6, 2, dilation=dilation)
         self.sigmoid = nn.Conv1d(maps, 6, 2, dilation=dilation)
-        self.gate = Gate(6, dim=1)
+        self.gate = L0Gate(6, dim=1)
         self.residual = nn.Conv1d(6, maps, 1)
         self.skip = nn.Conv1d(6, 4, 1)
 
@@ -121,7 +121,7 @@ class WaveNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv1d(1, 8, 1)
         self.blocks = nn.ModuleList([WaveBlock(8, 2**k) for k in range(3)])
-        self.gate = Gate(4, dim=1)
+        self.gate = L0Gate(4, dim=1)
         self.head = nn.Conv1d(4, 5, 1)
 
     def forward(self, x):
@@ -142,7 +142,7 @@ class SplitMaps(nn.Module):
 
     def __init__(self, half=5):
         super().__init__()
-        self.half, self.gate = half, Gate(2 * half, dim=1)
+        self.half, self.gate = half, L0Gate(2 * half, dim=1)
         self.first, self.last = nn.Conv2d(3, 2 * half, 1), nn.Conv2d(3 * half, 2, 1)
         self.middle = nn.Conv2d(half, half, 3, padding=1)
 
@@ -169,7 +169,7 @@ ENTRIES = {
         SplitMaps, images(), shapes={"first.weight": (5, 3, 1, 1), "middle.weight": (5, 3, 3, 3)},
     ),
     "checked_width": Entry(
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Gate(8, dim=1), Halving(), Gate(8, dim=1), nn.Conv2d(8, 2, 1)),
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), L0Gate(8, dim=1), Halving(), L0Gate(8, dim=1), nn.Conv2d(8, 2, 1)),
         images(), shapes={"2.conv.weight": (4, 4, 3, 3), "4.weight": (2, 4, 1, 1)},
     ),
     "lenet": Entry(lenet, images(10, 1), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),

@@ -4,14 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.convolutional import images
 from tests.engine.zoo.entry import Entry
 from tests.networks import Net
 
 
 def _stage(read, write):
-    return nn.Sequential(nn.Conv2d(read, write, 3, padding=1), nn.BatchNorm2d(write), nn.ReLU(), Gate(write, dim=1))
+    return nn.Sequential(nn.Conv2d(read, write, 3, padding=1), nn.BatchNorm2d(write), nn.ReLU(), L0Gate(write, dim=1))
 
 
 class UNet(nn.Module):
@@ -21,7 +21,7 @@ class UNet(nn.Module):
         super().__init__()
         self.down, self.low, self.bottom = _stage(3, 6), _stage(6, 8), _stage(8, 12)
         self.up = nn.ConvTranspose2d(12, 8, 2, stride=2)
-        self.up_gate = Gate(8, dim=1)
+        self.up_gate = L0Gate(8, dim=1)
         self.merge, self.last = _stage(16, 8), _stage(14, 6)
         self.head = nn.Conv2d(6, 2, 1)
 
@@ -37,8 +37,8 @@ class UNet(nn.Module):
 def super_resolution():
     """Sub-pixel: nine maps become one of three times the height and width."""
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), Gate(8, dim=1),
-        nn.Conv2d(8, 36, 3, padding=1), nn.PixelShuffle(3), nn.ReLU(), Gate(4, dim=1), nn.Conv2d(4, 1, 3, padding=1),
+        nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), L0Gate(8, dim=1),
+        nn.Conv2d(8, 36, 3, padding=1), nn.PixelShuffle(3), nn.ReLU(), L0Gate(4, dim=1), nn.Conv2d(4, 1, 3, padding=1),
     )  # fmt: skip
 
 
@@ -48,11 +48,11 @@ class StyleNetwork(nn.Module):
     def __init__(self, maps=8):
         super().__init__()
         self.start = nn.Parameter(torch.randn(1, maps, 3, 3))
-        self.style = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(0.2), Gate(6))
+        self.style = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(0.2), L0Gate(6))
         self.scale = nn.Linear(6, maps)
         self.filters = nn.Conv2d(maps, maps, 3, padding=1)
         self.norm = nn.InstanceNorm2d(maps)
-        self.gate = Gate(maps, dim=1)
+        self.gate = L0Gate(maps, dim=1)
         self.head = nn.Conv2d(maps, 3, 1)
 
     def forward(self, latent):
@@ -84,9 +84,9 @@ def modulated(is_transposed):
     return Net(
         lambda net, x, style: net.head(net.last(F.relu(net.blend(net.gate(F.relu(net.stem(x))), style)))),
         stem=nn.Conv2d(3, 8, 1),
-        gate=Gate(8, dim=1),
+        gate=L0Gate(8, dim=1),
         blend=Modulated(8, 6, is_transposed),
-        last=Gate(6, dim=1),
+        last=L0Gate(6, dim=1),
         head=nn.Conv2d(6, 3, 1),
     )
 
@@ -96,7 +96,7 @@ class Times(nn.Module):
 
     def __init__(self, size=8):
         super().__init__()
-        self.size, self.gate, self.dense, self.head = size, Gate(size), nn.Linear(size, 6), nn.Linear(6, 2)
+        self.size, self.gate, self.dense, self.head = size, L0Gate(size), nn.Linear(size, 6), nn.Linear(6, 2)
 
     def forward(self, t):
         half = self.size // 2

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.entry import Entry
 from tests.networks import Net
 
@@ -17,9 +17,9 @@ class BilinearPair(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(6, 10)
-        self.gate = Gate(10)
+        self.gate = L0Gate(10)
         self.pair = nn.Bilinear(10, 5, 8)
-        self.pair_gate = Gate(8)
+        self.pair_gate = L0Gate(8)
         self.head = nn.Linear(8, 2)
 
     def forward(self, x, other=None, *, with_pair=True, scale=1.0):
@@ -36,8 +36,8 @@ class WideAndDeep(nn.Module):
         super().__init__()
         self.bag = nn.EmbeddingBag(20, 8, mode="sum")
         self.category = nn.Embedding(5, 4)
-        self.gate = Gate(12)
-        self.deep = nn.Sequential(nn.Linear(15, 10), nn.ReLU(), Gate(10), nn.Linear(10, 1))
+        self.gate = L0Gate(12)
+        self.deep = nn.Sequential(nn.Linear(15, 10), nn.ReLU(), L0Gate(10), nn.Linear(10, 1))
         self.wide = nn.Linear(3, 1)
 
     def forward(self, words, category, numbers):
@@ -63,7 +63,7 @@ class ManyHeads(nn.Module):
     def __init__(self):
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(6, 12), nn.ReLU())
-        self.class_gate, self.box_gate = Gate(12), Gate(12)
+        self.class_gate, self.box_gate = L0Gate(12), L0Gate(12)
         self.classes, self.boxes = nn.Linear(12, 3), nn.Linear(12, 4)
 
     def forward(self, x, return_dict=True):
@@ -80,7 +80,7 @@ def factorisation():
         pairs = 0.5 * (factors.sum(1).square() - factors.square().sum(1)).sum(-1)
         return pairs + net.weights(features).sum((1, 2))
 
-    return Net(forward, factors=nn.Embedding(15, 8), gate=Gate(8), weights=nn.Embedding(15, 1))
+    return Net(forward, factors=nn.Embedding(15, 8), gate=L0Gate(8), weights=nn.Embedding(15, 1))
 
 
 ENTRIES = {

@@ -4,26 +4,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.entry import Entry
 from tests.networks import Net
 
 
 def mlp():
     return nn.Sequential(
-        nn.Linear(8, 16), nn.ReLU(), Gate(16), nn.Linear(16, 12), nn.GELU(), Gate(12), nn.Linear(12, 3)
+        nn.Linear(8, 16), nn.ReLU(), L0Gate(16), nn.Linear(16, 12), nn.GELU(), L0Gate(12), nn.Linear(12, 3)
     )
 
 
 def inputs_and_log_softmax():
     """Gates on the inputs, and a head that normalises."""
-    return nn.Sequential(Gate(8), nn.Linear(8, 6), nn.Tanh(), Gate(6), nn.Linear(6, 4), nn.LogSoftmax(-1))
+    return nn.Sequential(L0Gate(8), nn.Linear(8, 6), nn.Tanh(), L0Gate(6), nn.Linear(6, 4), nn.LogSoftmax(-1))
 
 
 def batch_norm():
     """A constant that leaves a closed unit behind each normalisation."""
-    layers = [nn.Linear(8, 10), nn.ReLU(), Gate(10), nn.BatchNorm1d(10), nn.Linear(10, 6), nn.BatchNorm1d(6)]
-    return nn.Sequential(*layers, nn.Sigmoid(), Gate(6), nn.Linear(6, 2))
+    layers = [nn.Linear(8, 10), nn.ReLU(), L0Gate(10), nn.BatchNorm1d(10), nn.Linear(10, 6), nn.BatchNorm1d(6)]
+    return nn.Sequential(*layers, nn.Sigmoid(), L0Gate(6), nn.Linear(6, 2))
 
 
 def drops_units():
@@ -32,7 +32,7 @@ def drops_units():
     def forward(net, x):
         for layer in net.layers:
             x = layer(x)
-            if net.training and isinstance(layer, Gate):
+            if net.training and isinstance(layer, L0Gate):
                 x = x * x.new_empty(len(x), 1).bernoulli_(0.9) / 0.9
         return x
 
@@ -46,7 +46,7 @@ def data_dependent():
             h = h * 2
         return net.output(h)
 
-    return Net(forward, hidden=nn.Linear(6, 10), gate=Gate(10), output=nn.Linear(10, 2))
+    return Net(forward, hidden=nn.Linear(6, 10), gate=L0Gate(10), output=nn.Linear(10, 2))
 
 
 def swi_glu(size=8, hidden=12):
@@ -55,7 +55,7 @@ def swi_glu(size=8, hidden=12):
         lambda net, x: net.output(net.gate(F.silu(net.gated(x)) * net.linear(x))),
         gated=nn.Linear(size, hidden, bias=False),
         linear=nn.Linear(size, hidden, bias=False),
-        gate=Gate(hidden),
+        gate=L0Gate(hidden),
         output=nn.Linear(hidden, size, bias=False),
     )
 
@@ -65,7 +65,7 @@ def glu():
     return Net(
         lambda net, x: net.output(net.gate(F.glu(net.hidden(x), -1))),
         hidden=nn.Linear(8, 20),
-        gate=Gate(10),
+        gate=L0Gate(10),
         output=nn.Linear(10, 3),
     )
 
@@ -75,7 +75,7 @@ def maxout():
     return Net(
         lambda net, x: net.output(net.gate(net.pieces(x).view(len(x), -1, 3).amax(-1))),
         pieces=nn.Linear(8, 30),
-        gate=Gate(10),
+        gate=L0Gate(10),
         output=nn.Linear(10, 3),
     )
 
@@ -88,8 +88,8 @@ class SoftExperts(nn.Module):
         self.router = nn.Linear(size, experts)
         self.inner = nn.Parameter(torch.randn(experts, size, hidden))
         self.outer = nn.Parameter(torch.randn(experts, hidden, size))
-        self.expert_gate = Gate(experts)
-        self.unit_gate = Gate(hidden)
+        self.expert_gate = L0Gate(experts)
+        self.unit_gate = L0Gate(hidden)
 
     def forward(self, x):
         share = self.expert_gate(torch.softmax(self.router(x), -1))

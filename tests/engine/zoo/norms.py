@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.attention import feed_forward, rms_norm
 from tests.engine.zoo.convolutional import images
 from tests.engine.zoo.entry import Entry, second_half
@@ -19,7 +19,7 @@ class NormedStream(nn.Module):
     def __init__(self, norm, behind, size=12):
         super().__init__()
         self.stem = nn.Linear(6, size)
-        self.gate = Gate(size)
+        self.gate = L0Gate(size)
         self.norm, self.last_norm = norm(size), norm(size)
         self.dense = feed_forward(size, 10)
         self.head = nn.Linear(size, 3)
@@ -44,7 +44,7 @@ class DiffusionBlock(nn.Module):
         self.first = nn.Conv2d(maps, maps, 3, padding=1)
         self.time = nn.Sequential(nn.SiLU(), nn.Linear(time_size, maps))
         self.second_norm = nn.GroupNorm(4, maps)
-        self.gate = Gate(maps, dim=1)
+        self.gate = L0Gate(maps, dim=1)
         self.second = nn.Conv2d(maps, maps, 3, padding=1)
         self.head = nn.Conv2d(maps, 3, 1)
 
@@ -68,8 +68,8 @@ class MapNorm(nn.LayerNorm):
 def subclassed_norm():
     """Such a norm of gated maps, in front of other gated maps."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 1), Gate(8, dim=1), MapNorm(8), Gate(8, dim=1),
-        nn.Conv2d(8, 6, 3), nn.ReLU(), Gate(6, dim=1), nn.Conv2d(6, 2, 1),
+        nn.Conv2d(3, 8, 1), L0Gate(8, dim=1), MapNorm(8), L0Gate(8, dim=1),
+        nn.Conv2d(8, 6, 3), nn.ReLU(), L0Gate(6, dim=1), nn.Conv2d(6, 2, 1),
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class StandardisedConv(nn.Conv2d):
 
 def standardised_weights():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.ReLU(), Gate(8, dim=1), StandardisedConv(8, 6, 3), nn.ReLU(), Gate(6, dim=1),
+        nn.Conv2d(3, 8, 1), nn.ReLU(), L0Gate(8, dim=1), StandardisedConv(8, 6, 3), nn.ReLU(), L0Gate(6, dim=1),
         nn.Conv2d(6, 2, 1),
     )  # fmt: skip
 
@@ -94,8 +94,8 @@ class PositionGates(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.lift, self.mix, self.gate = nn.Linear(6, 8), nn.Linear(8, 10), Gate(10)
-        self.norm, self.head, self.last = nn.BatchNorm1d(5), nn.Linear(10, 7), Gate(7)
+        self.lift, self.mix, self.gate = nn.Linear(6, 8), nn.Linear(8, 10), L0Gate(10)
+        self.norm, self.head, self.last = nn.BatchNorm1d(5), nn.Linear(10, 7), L0Gate(7)
         self.out = nn.Linear(7, 2)
 
     def forward(self, x):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.entry import Entry
 from tests.networks import Net
 
@@ -19,7 +19,7 @@ class SizeAsNumber(nn.Module):
     def __init__(self):
         super().__init__()
         self.query, self.key, self.value = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(6, 16)
-        self.gate, self.output = Gate(16), nn.Linear(16, 3)
+        self.gate, self.output = L0Gate(16), nn.Linear(16, 3)
 
     def forward(self, x):
         q, k, v = (layer(x).view(*x.shape[:2], 2, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
@@ -35,7 +35,7 @@ class Experts(nn.Module):
         super().__init__()
         self.router = nn.Linear(6, 2)
         self.inner = nn.ModuleList(nn.Linear(6, 8) for _ in range(2))
-        self.gates = nn.ModuleList(Gate(8) for _ in range(2))
+        self.gates = nn.ModuleList(L0Gate(8) for _ in range(2))
         self.outer = nn.ModuleList(nn.Linear(8, 6) for _ in range(2))
 
     def forward(self, x):
@@ -53,7 +53,7 @@ class Graph(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.gate, self.last = nn.Linear(4, 8), Gate(8), nn.Linear(8, 3)
+        self.first, self.gate, self.last = nn.Linear(4, 8), L0Gate(8), nn.Linear(8, 3)
         self.register_buffer("edges", torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]]))
 
     def gather(self, h):
@@ -70,7 +70,7 @@ class Edges(nn.Module):
     def __init__(self):
         super().__init__()
         self.send, self.score = nn.Linear(4, 8, bias=False), nn.Parameter(torch.randn(2, 4))
-        self.gate, self.last = Gate(8), nn.Linear(8, 3)
+        self.gate, self.last = L0Gate(8), nn.Linear(8, 3)
         self.register_buffer("ends", torch.tensor([0, 1, 0, 1, 2]))
 
     def forward(self, x):
@@ -87,7 +87,7 @@ class ReducedKeys(nn.Module):
     def __init__(self):
         super().__init__()
         self.query, self.reduce, self.norm = nn.Linear(6, 6), nn.Conv2d(6, 8, 2, stride=2), nn.LayerNorm(8)
-        self.gate, self.key, self.value = Gate(8), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.gate, self.key, self.value = L0Gate(8), nn.Linear(8, 6), nn.Linear(8, 6)
 
     def forward(self, x):
         batch, width = len(x), x.shape[-1]
@@ -101,7 +101,7 @@ class SquaredChannels(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mix, self.key, self.gate = nn.Parameter(torch.rand(6)), nn.Linear(6, 8, bias=False), Gate(8)
+        self.mix, self.key, self.gate = nn.Parameter(torch.rand(6)), nn.Linear(6, 8, bias=False), L0Gate(8)
         self.value, self.receive = nn.Linear(8, 6, bias=False), nn.Linear(6, 6, bias=False)
 
     def forward(self, x):
@@ -114,7 +114,7 @@ def patches():
     """PatchTST: windows of a series become tokens, and a head reads all of them."""
     return Net(
         lambda net, x: net.head(net.gate(F.gelu(net.embed(x.unfold(-1, 4, 2)))).flatten(-2)),
-        embed=nn.Linear(4, 8), gate=Gate(8), head=nn.Linear(7 * 8, 3),
+        embed=nn.Linear(4, 8), gate=L0Gate(8), head=nn.Linear(7 * 8, 3),
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def tucked():
     return Net(
         lambda net, x: x + (net.out(net.gate(F.gelu(net.inner(net.norm(net.deep(x).permute(0, 2, 3, 1)))))) * net.scale)
         .permute(0, 3, 1, 2),
-        deep=nn.Conv2d(6, 6, 3, padding=1, groups=6), norm=nn.LayerNorm(6), inner=nn.Linear(6, 12), gate=Gate(12),
+        deep=nn.Conv2d(6, 6, 3, padding=1, groups=6), norm=nn.LayerNorm(6), inner=nn.Linear(6, 12), gate=L0Gate(12),
         out=nn.Linear(12, 6), scale=nn.Parameter(torch.rand(6)),
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def pooled_minus():
     return Net(
         lambda net, x: net.last(net.gate(F.gelu(net.first(net.norm(net.pool(x) - x))))),
         norm=nn.GroupNorm(1, 4), pool=nn.AvgPool2d(3, 1, 1, count_include_pad=False), first=nn.Conv2d(4, 8, 1),
-        gate=Gate(8, dim=1), last=nn.Conv2d(8, 4, 1),
+        gate=L0Gate(8, dim=1), last=nn.Conv2d(8, 4, 1),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from pyro_l0.nn import Gate, insert_gates
+from pyro_l0.nn import L0Gate, insert_gates
 from tests.engine.zoo.entry import Entry
 
 
@@ -15,11 +15,11 @@ class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(20, 8)
-        self.word_gate = Gate(8)
+        self.word_gate = L0Gate(8)
         self.lstm = nn.LSTM(8, 6, batch_first=True, bidirectional=True)
-        self.gate = Gate(12)
+        self.gate = L0Gate(12)
         self.hidden = nn.Linear(12, 10)
-        self.hidden_gate = Gate(10)
+        self.hidden_gate = L0Gate(10)
         self.head = nn.Linear(10, 3)
 
     def forward(self, tokens):
@@ -72,11 +72,11 @@ ENTRIES = {
         Tagger, _tokens, shapes={"lstm.weight_hh_l0": (24, 6), "words.weight": (20, 4), "hidden.weight": (5, 6)},
     ),
     "packed_layers": Entry(
-        lambda: insert_gates(PackedLayers(), {"first": Gate(6), "second": Gate(6)}), _steps,
+        lambda: insert_gates(PackedLayers(), {"first": L0Gate(6), "second": L0Gate(6)}), _steps,
         shapes={"first.weight_hh_l1": (12, 3), "second.weight_ih_l0_reverse": (12, 6), "head.weight": (2, 6)},
     ),
     "cells": Entry(
-        lambda: insert_gates(Cells(), {"lstm": Gate(8), "gru": Gate(6), "rnn": Gate(10)}), _steps,
+        lambda: insert_gates(Cells(), {"lstm": L0Gate(8), "gru": L0Gate(6), "rnn": L0Gate(10)}), _steps,
         shapes={"lstm.weight_ih": (16, 4), "gru.weight_hh": (9, 3), "rnn.weight_ih": (5, 3)},
     ),
 }  # fmt: skip

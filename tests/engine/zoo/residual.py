@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.convolutional import images
 from tests.engine.zoo.entry import Entry, second_half
 from tests.networks import Net
@@ -17,10 +17,10 @@ class Bottleneck(nn.Module):
         super().__init__()
         middle = max(write // 4, 4)
         self.narrow = nn.Sequential(nn.Conv2d(read, middle, 1, bias=False), norm(middle), nn.ReLU(inplace=True))
-        self.narrow_gate = Gate(middle, dim=1)
+        self.narrow_gate = L0Gate(middle, dim=1)
         filters = nn.Conv2d(middle, middle, 3, stride, padding=1, bias=False)
         self.filter = nn.Sequential(filters, norm(middle), nn.ReLU(inplace=True))
-        self.filter_gate = Gate(middle, dim=1)
+        self.filter_gate = L0Gate(middle, dim=1)
         self.widen = nn.Sequential(nn.Conv2d(middle, write, 1, bias=False), norm(write))
         self.shortcut = None
         if read != write or stride != 1:
@@ -44,7 +44,7 @@ def resnet(layers=(1, 2, 1, 1), width=4, norm=nn.BatchNorm2d):
             write = width * 4 * 2**stage
             blocks.append(Bottleneck(read, write, 2 if k == 0 and stage else 1, norm))
             read = write
-    head = [Gate(read, dim=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(read, 10)]
+    head = [L0Gate(read, dim=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(read, 10)]
     return nn.Sequential(stem, nn.Sequential(*blocks), *head)
 
 
@@ -54,10 +54,10 @@ class GatedStream(nn.Module):
     def __init__(self, maps=12, blocks=3):
         super().__init__()
         self.stem = nn.Conv2d(3, maps, 3, padding=1)
-        self.gate = Gate(maps, dim=1)
+        self.gate = L0Gate(maps, dim=1)
         self.blocks = nn.ModuleList([
             nn.Sequential(
-                nn.Conv2d(maps, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Gate(8, dim=1),
+                nn.Conv2d(maps, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), L0Gate(8, dim=1),
                 nn.Conv2d(8, maps, 3, padding=1),
             )
             for _ in range(blocks)
@@ -84,19 +84,19 @@ class Residual(nn.Module):
 
 def gated_branches():
     """A gate at the end of each branch, whose maps close on the stream while others write them."""
-    branches = [Residual(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), Gate(6, dim=1)) for _ in range(2)]
+    branches = [Residual(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), L0Gate(6, dim=1)) for _ in range(2)]
     return nn.Sequential(nn.Conv2d(3, 6, 1), *branches, nn.Conv2d(6, 2, 1))
 
 
 def gated_blocks():
     """A gate on each whole branch: a closed block computes nothing."""
-    blocks = [Residual(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 8), whole_gate()) for _ in range(3)]
+    blocks = [Residual(nn.Linear(8, 6), nn.ReLU(), L0Gate(6), nn.Linear(6, 8), whole_gate()) for _ in range(3)]
     return nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 3))
 
 
 def whole_gate():
     """One gate for a whole tensor."""
-    return Net(lambda net, x: net.gate(x.unsqueeze(-1)).squeeze(-1), gate=Gate(1))
+    return Net(lambda net, x: net.gate(x.unsqueeze(-1)).squeeze(-1), gate=L0Gate(1))
 
 
 def _groups_of(count):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.engine.zoo.attention import Block, tokens
 from tests.engine.zoo.entry import Entry
 from tests.networks import Net
@@ -15,7 +15,7 @@ def tied_autoencoder():
     return Net(
         lambda net, x: F.linear(net.gate(torch.sigmoid(net.encoder(x))), net.encoder.weight.t(), net.bias),
         encoder=nn.Linear(10, 8),
-        gate=Gate(8),
+        gate=L0Gate(8),
         bias=nn.Parameter(torch.zeros(10)),
     )
 
@@ -38,7 +38,7 @@ class SharedLayer(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.other = nn.Linear(5, 8), nn.Linear(5, 8)
-        self.one_gate, self.other_gate = Gate(8), Gate(8)
+        self.one_gate, self.other_gate = L0Gate(8), L0Gate(8)
         self.shared = nn.Linear(8, 3)
 
     def forward(self, x):
@@ -55,7 +55,9 @@ def equilibrium(size=10):
             state = net.gate(torch.tanh(net.layer(state) + fed))
         return net.head(state)
 
-    return Net(forward, read=nn.Linear(5, size), layer=nn.Linear(size, size), gate=Gate(size), head=nn.Linear(size, 2))
+    return Net(
+        forward, read=nn.Linear(5, size), layer=nn.Linear(size, size), gate=L0Gate(size), head=nn.Linear(size, 2)
+    )
 
 
 def _rows(size):

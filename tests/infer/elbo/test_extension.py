@@ -18,7 +18,8 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.infer.elbo.terms import OBJECTIVES, Term
 from pyro_l0.infer.guides.parameters import GateGuide
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
+from pyro_l0.nn.gate import name_gates
 
 
 class RectifiedLogistic(GateDistribution):
@@ -64,7 +65,9 @@ class RectifiedLogistic(GateDistribution):
 
 def network(gates=4):
     pyro.set_rng_seed(0)
-    return nn.Sequential(nn.Linear(3, gates), nn.ReLU(), Gate(gates), nn.Linear(gates, 2))
+    net = nn.Sequential(nn.Linear(3, gates), nn.ReLU(), L0Gate(gates, init_jitter=0.0), nn.Linear(gates, 2))
+    name_gates(net)
+    return net
 
 
 def regression(net, steps, elbo, guide, target=None):

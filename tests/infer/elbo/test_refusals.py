@@ -14,12 +14,12 @@ from torch import nn
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from tests.networks import Net
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
-NETS = [nn.Sequential(Gate(3), nn.Linear(3, 2))]
+NETS = [nn.Sequential(L0Gate(3), nn.Linear(3, 2))]
 
 
 def gates():
@@ -65,15 +65,15 @@ def test_a_loss_that_is_computed_and_dropped(model):
 
 
 def test_a_cost_that_was_read_before_the_guide():
-    """Gates without a name go by their path in the network alone; after the guide's call they have the model's."""
+    """Gates without a name go by their path in the network; after the guide's call by those of its sites."""
 
     def forward(net, x):
         factor("y", -net.net(x).square().sum())
 
-    model = Net(forward, net=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 1)))
+    model = Net(forward, net=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 1)))
     before, guide = NetworkCost(model.net, X).group_sizes, AutoGate(model)
     guide(X)
-    with pytest.raises(ValueError, match=r"\['net\.2'\], but got '2'; call the guide before NetworkCost"):
+    with pytest.raises(ValueError, match=r"\['gate0'\], but got '2'; call the guide before NetworkCost"):
         L0_ELBO("l0", lam=0.1, group_size=before)(model, guide)(X)
     L0_ELBO("l0", lam=0.1, group_size=NetworkCost(model.net, X).group_sizes)(model, guide)(X)
 
@@ -157,7 +157,7 @@ def test_a_temperature_that_a_gate_sets_is_not_inherited():
 def test_tensors_that_are_there_before_are_inherited():
     """Of layers' priors, with a second run of the model and no more."""
     prior = HardConcrete.from_active_prob(0.2, one_given_active=torch.tensor([0.7, 0.8, 0.9]))
-    layers, runs = [Gate(3, prior=prior), Gate(3, prior=prior)], []
+    layers, runs = [L0Gate(3, prior=prior), L0Gate(3, prior=prior)], []
 
     def model():
         runs.append(1)

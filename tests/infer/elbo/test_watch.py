@@ -15,7 +15,7 @@ from torch import nn
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
 from pyro_l0.infer import runs as watch
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from tests.networks import Net
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
@@ -212,7 +212,7 @@ def network(returns):
     """A classifier as torch users write it."""
     return Net(
         lambda net, x, y: net.returns(F.mse_loss(net.net(x)[:, 0], y)),
-        net=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 1)),
+        net=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 1)),
         returns=returns,
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate
+from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.square_norms import square_norms
 
@@ -19,14 +19,14 @@ def columns(layer):
 
 
 def mlp():
-    net = nn.Sequential(Gate(4), nn.Linear(4, 3), nn.Tanh(), Gate(3), nn.Linear(3, 2, bias=False))
+    net = nn.Sequential(L0Gate(4), nn.Linear(4, 3), nn.Tanh(), L0Gate(3), nn.Linear(3, 2, bias=False))
     return net, (9, 4), {"0": lambda: columns(net[1]), "3": lambda: columns(net[4])}
 
 
 def maps_and_features():
     """A convolution behind gates; a dense layer behind gates on maps and on the features that they become."""
-    maps = (nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Conv2d(2, 3, (2, 3)), nn.Tanh(), Gate(3, dim=1))
-    net = nn.Sequential(*maps, nn.Flatten(), Gate(6), nn.Linear(6, 2))
+    maps = (nn.Conv2d(1, 2, 2), L0Gate(2, dim=1), nn.Conv2d(2, 3, (2, 3)), nn.Tanh(), L0Gate(3, dim=1))
+    net = nn.Sequential(*maps, nn.Flatten(), L0Gate(6), nn.Linear(6, 2))
     norms = {"1": lambda: columns(net[2]), "4": lambda: columns(net[7]).view(3, 2).sum(1), "6": lambda: columns(net[7])}
     return net, (30, 1, 4, 4), norms
 
@@ -51,7 +51,8 @@ def results(net, model, guide, **options):
     """The loss, its gradients, and those of the gradients' squares, at one draw."""
     pyro.set_rng_seed(3)
     loss = L0_ELBO(**options).differentiable_loss(model, guide)
-    leaves = [*net.parameters(), *guide.parameters()]
+    leaves = [p for name, p in net.named_parameters() if "log_alpha" not in name]
+    leaves += guide.parameters()
     first = torch.autograd.grad(loss, leaves, create_graph=True)
     return [loss, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.square_norms import square_norms
 
@@ -17,7 +17,7 @@ from pyro_l0.nn.square_norms import square_norms
 def mlp(sizes, gated=True):
     layers = []
     for fan_in, fan_out in itertools.pairwise(sizes):
-        layers += ([Gate(fan_in)] if gated else []) + [nn.Linear(fan_in, fan_out), nn.ReLU()]
+        layers += ([L0Gate(fan_in)] if gated else []) + [nn.Linear(fan_in, fan_out), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
@@ -50,7 +50,7 @@ class Residual(nn.Module):
     def __init__(self):
         super().__init__()
         self.enter, self.inner, self.leave = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.first, self.second = Gate(4), Gate(4)
+        self.first, self.second = L0Gate(4), L0Gate(4)
 
     def forward(self, x):
         h = self.first(F.relu(self.enter(x)))
@@ -62,10 +62,10 @@ def test_square_norms_of_several_sites():
     torch.manual_seed(7)
     plain = mlp((3, 4, 2))
     maps = nn.Sequential(
-        nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Conv2d(2, 3, 2), nn.Flatten(), Gate(12), nn.Linear(12, 2)
+        nn.Conv2d(1, 2, 2), L0Gate(2, dim=1), nn.Conv2d(2, 3, 2), nn.Flatten(), L0Gate(12), nn.Linear(12, 2)
     )
-    flat = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), nn.Linear(18, 2))
-    both = nn.Sequential(*flat[:3], Gate(18), flat[3])  # one layer behind two sites
+    flat = nn.Sequential(nn.Conv2d(1, 2, 2), L0Gate(2, dim=1), nn.Flatten(), nn.Linear(18, 2))
+    both = nn.Sequential(*flat[:3], L0Gate(18), flat[3])  # one layer behind two sites
     image = torch.zeros(1, 1, 4, 4)
     for net, x in ((plain, torch.zeros(1, 3)), (maps, image), (flat, image), (both, image)):
         norms = square_norms(net, x)
@@ -99,7 +99,7 @@ def test_a_count_moves_nothing_to_its_device_twice(residual):
     if residual:
         net, example = Residual(), torch.zeros(1, 5)
     else:
-        net = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), Gate(8), nn.Linear(8, 3))
+        net = nn.Sequential(nn.Conv2d(1, 2, 2), L0Gate(2, dim=1), nn.Flatten(), L0Gate(8), nn.Linear(8, 3))
         example = torch.zeros(1, 1, 3, 3)
     cost, norms = NetworkCost(net, example), square_norms(net, example)
     net.to("meta")
@@ -118,7 +118,7 @@ def test_a_count_moves_nothing_to_its_device_twice(residual):
     [
         (nn.Sequential(nn.ConvTranspose1d(3, 2, 1)), 3 * 2 * 2),
         (nn.Sequential(nn.Conv1d(3, 3, 1, groups=3)), 3 * 2),
-        (nn.Sequential(Gate(3, dim=1), nn.Softmax(-1), nn.Linear(2, 5)), 3 * 2 * 5),
+        (nn.Sequential(L0Gate(3, dim=1), nn.Softmax(-1), nn.Linear(2, 5)), 3 * 2 * 5),
     ],
     ids=repr,
 )
@@ -129,7 +129,7 @@ def test_layers_of_all_kinds_are_counted(net, macs):
 @pytest.mark.parametrize("count", [NetworkCost, square_norms])
 def test_gates_of_another_number_are_refused(count):
     with pytest.raises(ValueError, match="Expected 2 units in dimension 1 at gate 0, but got an input of shape"):
-        count(nn.Sequential(Gate(2, dim=1)), torch.zeros(4, 3, 2))
+        count(nn.Sequential(L0Gate(2, dim=1)), torch.zeros(4, 3, 2))
 
 
 def test_wrong_gate_values_are_refused():
@@ -161,7 +161,7 @@ def test_units_that_are_looked_up_leave_with_their_gates(look_up):
     class Selecting(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.gate, self.two = nn.Linear(4, 3), Gate(3), nn.Linear(3, 2)
+            self.one, self.gate, self.two = nn.Linear(4, 3), L0Gate(3), nn.Linear(3, 2)
 
         def forward(self, x):
             return self.two(look_up(self.gate(self.one(x))))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.square_norms import square_norms
 from tests.engine.zoo import ZOO
@@ -19,7 +19,7 @@ class Attention(nn.Module):
         super().__init__()
         self.embed, self.first, self.second = nn.Embedding(9, 8), nn.LayerNorm(8), nn.LayerNorm(8)
         self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
-        self.heads, self.up, self.units, self.down = Gate(4, dim=1), nn.Linear(8, 6), Gate(6), nn.Linear(6, 8)
+        self.heads, self.up, self.units, self.down = L0Gate(4, dim=1), nn.Linear(8, 6), L0Gate(6), nn.Linear(6, 8)
         self.last, self.is_fused = nn.Linear(8, 3), is_fused
 
     def forward(self, tokens):
@@ -37,9 +37,9 @@ class Stream(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.enter, self.start = nn.Linear(4, 6), Gate(6)
+        self.enter, self.start = nn.Linear(4, 6), L0Gate(6)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.gates, self.last = nn.ModuleList(Gate(6) for _ in "abc"), nn.Linear(6, 2)
+        self.gates, self.last = nn.ModuleList(L0Gate(6) for _ in "abc"), nn.Linear(6, 2)
 
     def forward(self, x):
         x = self.start(F.relu(self.enter(x)))
@@ -54,7 +54,7 @@ class WholeBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.enter, self.up, self.down, self.last = (nn.Linear(*s) for s in ((4, 5), (5, 6), (6, 5), (5, 2)))
-        self.units, self.block = Gate(6), Gate(1)
+        self.units, self.block = L0Gate(6), L0Gate(1)
 
     def forward(self, x):
         x = torch.tanh(self.enter(x))
@@ -177,7 +177,7 @@ def test_report_says_why_units_stay():
         def __init__(self):
             super().__init__()
             self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-            self.gates = nn.ModuleList([Gate(3), Gate(4), Gate(4), Gate(2)])
+            self.gates = nn.ModuleList([L0Gate(3), L0Gate(4), L0Gate(4), L0Gate(2)])
 
         def forward(self, x):
             x = self.gates[1](torch.relu(self.a(self.gates[0](x))))
@@ -196,13 +196,13 @@ def test_report_says_why_units_stay():
 def test_square_norms_of_all_layers():
     """Of transposed and grouped convolutions, of heads, and of weights that are parametrised or transposed."""
 
-    product = Net(lambda net, x: net.gate(x) @ net.weight, gate=Gate(3), weight=nn.Parameter(torch.randn(3, 2)))
+    product = Net(lambda net, x: net.gate(x) @ net.weight, gate=L0Gate(3), weight=nn.Parameter(torch.randn(3, 2)))
     torch.testing.assert_close(square_norms(product, torch.ones(1, 3))["gate"](), product.weight.square().sum(1))
-    grouped = nn.Sequential(Gate(4, dim=1), nn.Conv1d(4, 6, 2, groups=2))
+    grouped = nn.Sequential(L0Gate(4, dim=1), nn.Conv1d(4, 6, 2, groups=2))
     weight = grouped[1].weight.square().sum(2)
     expected = torch.cat([weight[:3].sum(0), weight[3:].sum(0)])
     torch.testing.assert_close(square_norms(grouped, torch.ones(1, 4, 5))["0"](), expected)
-    transposed = nn.Sequential(Gate(4, dim=1), nn.ConvTranspose1d(4, 3, 2))
+    transposed = nn.Sequential(L0Gate(4, dim=1), nn.ConvTranspose1d(4, 3, 2))
     expected = transposed[1].weight.square().sum([1, 2])
     torch.testing.assert_close(square_norms(transposed, torch.ones(1, 4, 5))["0"](), expected)
     attention = Attention()
@@ -211,14 +211,14 @@ def test_square_norms_of_all_layers():
     maps, image = made("lenet")
     expected = maps[8].weight.square().sum(0).view(6, 4).sum(1)
     torch.testing.assert_close(square_norms(maps, image)["6"](), expected)
-    normed = nn.Sequential(Gate(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    normed = nn.Sequential(L0Gate(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
     torch.testing.assert_close(square_norms(normed, torch.ones(1, 3))["0"](), normed[1].weight.square().sum(0))
 
 
 def test_square_norms_of_weights_that_are_computed_are_refused():
     network = Net(
         lambda net, x: F.linear(net.gate(x), net.linear.weight * net.mask),
-        gate=Gate(3),
+        gate=L0Gate(3),
         linear=nn.Linear(3, 2),
         mask=nn.Parameter(torch.ones(2, 3)),
     )
@@ -232,7 +232,7 @@ class TwoReaders(nn.Module):
     def __init__(self):
         super().__init__()
         self.enter, self.many, self.one = nn.Linear(3, 4), nn.Linear(4, 40), nn.Linear(4, 1)
-        self.gate, self.last = Gate(41), nn.Linear(41, 2)
+        self.gate, self.last = L0Gate(41), nn.Linear(41, 2)
 
     def forward(self, x):
         x = F.relu(self.enter(x))

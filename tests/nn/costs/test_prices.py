@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.square_norms import square_norms
 from tests.networks import Net
 
@@ -17,7 +17,7 @@ class Shaped(nn.Module):
 
     def __init__(self, shape, *layers):
         super().__init__()
-        self.shape, self.gate, self.layers = shape, Gate(layers[0].in_features), nn.Sequential(*layers[1:])
+        self.shape, self.gate, self.layers = shape, L0Gate(layers[0].in_features), nn.Sequential(*layers[1:])
 
     def forward(self, x):
         return self.layers(self.gate(x).view(x.size(0), *self.shape))
@@ -28,7 +28,7 @@ def test_gates_in_front_of_features_that_become_maps_have_a_price():
     for places, net in itertools.product(((2, 3), (1, 1)), ("unflatten", "view")):
         size, conv = 4 * places[0] * places[1], nn.Conv2d(4, 5, 3, padding=1)
         if net == "unflatten":
-            network = nn.Sequential(nn.Linear(7, size), nn.ReLU(), Gate(size), nn.Unflatten(1, (4, *places)), conv)
+            network = nn.Sequential(nn.Linear(7, size), nn.ReLU(), L0Gate(size), nn.Unflatten(1, (4, *places)), conv)
         else:
             network = nn.Sequential(nn.Linear(7, size), Shaped((4, *places), nn.Linear(size, 1), conv))
         cost = NetworkCost(network, torch.randn(3, 7))
@@ -43,10 +43,10 @@ def test_gates_in_front_of_features_that_become_maps_have_a_price():
 
 def scale(size):
     """A gate on the inputs of a weight."""
-    return Net(lambda net, weight: net.gate(weight), gate=Gate(size))
+    return Net(lambda net, weight: net.gate(weight), gate=L0Gate(size))
 
 
-@pytest.mark.parametrize("parametrisation", [Gate, scale])
+@pytest.mark.parametrize("parametrisation", [L0Gate, scale])
 def test_a_gate_in_a_weight_parametrisation_is_refused(parametrisation):
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     parametrize.register_parametrization(network[2], "weight", parametrisation(3))
@@ -59,14 +59,14 @@ def test_a_gate_in_a_weight_parametrisation_is_refused(parametrisation):
 
 def test_a_gate_that_is_never_called_is_refused():
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    network[0].gate = Gate(3)
+    network[0].gate = L0Gate(3)
     with pytest.raises(ValueError, match=r"gate '0.gate' \(module '0.gate'\) is never called"):
         NetworkCost(network, torch.randn(2, 4))
 
 
 def test_group_sizes_of_gates_that_nothing_reads_are_refused():
     """Such as a gate of the outputs; what else is counted stays."""
-    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), Gate(3), nn.Linear(3, 2), Gate(2), nn.BatchNorm1d(2))
+    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 2), L0Gate(2), nn.BatchNorm1d(2))
     cost = NetworkCost(network, torch.randn(2, 4))
     with pytest.raises(ValueError, match=r"layers that read the units of '4', but .* depends on none.*group_size"):
         _ = cost.group_sizes
@@ -82,8 +82,8 @@ class Tied(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(uses))
         for layer in self.layers[1:]:
             layer.weight = self.layers[0].weight
-        gate = Gate(3)
-        self.gates = nn.ModuleList(gate if shared_gate else Gate(3) for _ in range(uses))
+        gate = L0Gate(3)
+        self.gates = nn.ModuleList(gate if shared_gate else L0Gate(3) for _ in range(uses))
         self.last = nn.Linear(3, 2)
 
     def forward(self, x):
@@ -118,7 +118,7 @@ def test_tied_weights_that_a_gates_units_are_read_by_twice_count_once():
     class Twins(nn.Module):
         def __init__(self, tied):
             super().__init__()
-            self.gate, self.a, self.b, self.last = Gate(3), nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 1)
+            self.gate, self.a, self.b, self.last = L0Gate(3), nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 1)
             if tied:
                 self.b.weight = self.a.weight
             else:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, insert_gates, suggest_gates
 from pyro_l0.nn.engine import record, rule
 from pyro_l0.nn.engine.dependency import find_dependencies
 from pyro_l0.nn.engine.statements import NormalForms, TruthTables
@@ -24,21 +24,21 @@ def own_filters(depth, norm=False, gated=True):
     layers = [nn.Conv1d(3, 8, 1)]
     for _ in range(depth):
         layers += [nn.Conv1d(8, 8, 3, padding=1, groups=8), *([nn.BatchNorm1d(8)] if norm else []), nn.ReLU()]
-        layers += [Gate(8, 1)] if gated else []
+        layers += [L0Gate(8, dim=1)] if gated else []
     return nn.Sequential(*layers, nn.Conv1d(8, 2, 1)), torch.randn(2, 3, 16)
 
 
 def narrow(depth, size=2, gated=True):
     layers = [nn.Linear(3, size)]
     for _ in range(depth):
-        layers += [nn.Linear(size, size), nn.Tanh(), *([Gate(size)] if gated else [])]
+        layers += [nn.Linear(size, size), nn.Tanh(), *([L0Gate(size)] if gated else [])]
     return nn.Sequential(*layers, nn.Linear(size, 1)), torch.randn(2, 3)
 
 
 def excited(blocks, gated=True):
     layers = [nn.Conv2d(3, 8, 1)]
     for _ in range(blocks):
-        layers += [Excited(8, 4), *([Gate(8, 1)] if gated else [])]
+        layers += [Excited(8, 4), *([L0Gate(8, dim=1)] if gated else [])]
     return nn.Sequential(*layers, nn.Conv2d(8, 2, 1)), torch.randn(2, 3, 4, 4)
 
 
@@ -77,7 +77,10 @@ def test_statements_grow_with_depth_and_not_with_its_powers(make):
 def test_an_expectation_in_series_is_exact():
     """Five gates in a row on each of two channels, by enumeration: read-once statements stay so."""
     torch.manual_seed(0)
-    layers = [nn.Conv1d(3, 2, 1), *itertools.chain(*((nn.Conv1d(2, 2, 1, groups=2), Gate(2, 1)) for _ in range(5)))]
+    layers = [
+        nn.Conv1d(3, 2, 1),
+        *itertools.chain(*((nn.Conv1d(2, 2, 1, groups=2), L0Gate(2, dim=1)) for _ in range(5))),
+    ]
     network, x = nn.Sequential(*layers, nn.Conv1d(2, 1, 1)), torch.randn(1, 3, 4)
     cost = NetworkCost(network, x)
     probs = {site: torch.tensor([0.9 - 0.1 * i, 0.5 + 0.05 * i]).double() for i, site in enumerate(cost.sizes)}
@@ -122,7 +125,7 @@ class Ring(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.third = Gate(8, 1), Gate(8, 1), Gate(8, 1)
+        self.first, self.second, self.third = L0Gate(8, dim=1), L0Gate(8, dim=1), L0Gate(8, dim=1)
         self.start, self.one = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 1, groups=2)
         self.two, self.end = nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 3, 1)
         self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(3))
@@ -182,7 +185,7 @@ def test_multiply_adds_that_torch_counts_otherwise_are_refused_by_name(inner, mo
     layers[inner != "the first"].inner = Product()
     path = "0.inner" if inner == "the first" else inner
     with pytest.raises(ValueError, match=rf"count the 16 multiply-adds of bmm in {path}, but got 0\. Please report it"):
-        NetworkCost(nn.Sequential(*layers, nn.Linear(2, 2), Gate(2)), torch.randn(2, 2, 2))
+        NetworkCost(nn.Sequential(*layers, nn.Linear(2, 2), L0Gate(2)), torch.randn(2, 2, 2))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,9 @@ def test_multiply_adds_that_torch_counts_otherwise_are_refused_by_name(inner, mo
 def test_a_wrong_statement_is_refused_by_the_name_of_its_weight(name, wrong, monkeypatch):
     """Of what two statements need, one is left out."""
     monkeypatch.setattr(NormalForms, name, wrong)
-    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Gate(8), nn.Linear(8, 8), nn.ReLU(), Gate(8), nn.Linear(8, 1))
+    network = nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 1)
+    )
     with pytest.raises(ValueError, match=r"Expected to count the \d+ \S+ of '\d.weight', but got \d+\. Please report"):
         NetworkCost(network, torch.randn(2, 4))
 
