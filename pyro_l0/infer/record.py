@@ -16,7 +16,6 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from pyro_l0.fast.switch import is_on
@@ -170,7 +169,6 @@ def _same_name(name: str) -> RuntimeError:
     )
 
 
-@_disable_dynamo  # torch.compiler.disable imports the compiler at once
 def free_name(stem: str) -> str:
     """The stem with the first number that makes it the name of no site recorded so far.
 

@@ -13,6 +13,7 @@ import torch
 from pyro.poutine import runtime
 from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, distributed, nn
+from torch._compile import _disable_dynamo
 from torch.distributions import constraints, kl_divergence
 
 from pyro_l0.distributions import (
@@ -59,8 +60,8 @@ class L0Gate(GateLayer):
     compaction see :class:`NetworkGates`.
 
     In a model of Pyro the gates are a sample site of their ``prior``, with a posterior in a guide such as
-    :class:`~pyro_l0.infer.AutoGate`. From then on a call without the guide is refused, until :class:`NetworkGates`
-    is made of the network.
+    :class:`~pyro_l0.infer.AutoGate`. From then on a call without the guide is refused, and the layer's own parameters
+    have no gradient, until :class:`NetworkGates` is made of the network.
 
     Args:
         *shape: shape of the gates, such as ``L0Gate(300)`` for 300 units.
@@ -108,7 +109,8 @@ class L0Gate(GateLayer):
     """
 
     is_reached = False  # by a call, since NetworkGates knows it
-    is_latent = False  # whether a model has had it as a site, so that a guide has its posterior
+    # Since a model had it as a site, and a guide has its posterior: which of its parameters wait without a gradient.
+    waiting: tuple[str, ...] | None = None
     prior: GateDistribution | None = None  # None if a network computes the gates, which are no site then
 
     def __init__(
@@ -260,11 +262,11 @@ class L0Gate(GateLayer):
             value = self._site_value()
             if in_block:
                 self.drawn = Drawn(value, torch.is_grad_enabled(), self, is_over=True, in_block=True)
-        elif not (self.training or self.is_latent):
+        elif not self.training and self.waiting is None:
             return self.test_gate
         elif drawn is not None and drawn.in_block and not is_first and has_top_hooks():
             value = drawn.value  # a checkpointed block runs again
-        elif self.is_latent:
+        elif self.waiting is not None:
             raise self._without_guide(is_first)
         elif (
             drawn is not None
@@ -285,15 +287,27 @@ class L0Gate(GateLayer):
 
     def _site_value(self) -> Tensor:
         """The value that a model's run has for the site."""
-        name = self.site_name
-        if name is None:
-            name = self.site_name = free_name("gate")
-        if not self.is_latent:
-            self.is_latent = True
-        value = sample(name, self._site)
+        if self.waiting is None or self.site_name is None:
+            self._leave_to_guide()
+        assert self.site_name is not None
+        value = sample(self.site_name, self._site)
         if value.dim() > len(self.shape):
-            _warn_inside_data(name)
+            _warn_inside_data(self.site_name)
         return value
+
+    @_disable_dynamo  # torch.compiler.disable imports the compiler at once
+    def _leave_to_guide(self) -> None:
+        self.site_name = self.site_name or free_name("gate")
+        trained = (name for name, p in self._parameters.items() if p is not None and p.requires_grad)
+        self.waiting = tuple(trained) if self.waiting is None else self.waiting
+        for name in self.waiting:
+            self.get_parameter(name).requires_grad_(False)
+
+    def take_back(self) -> None:
+        """Let the gates' own parameters be their posterior, instead of a guide's."""
+        for name in self.waiting or ():
+            self.get_parameter(name).requires_grad_(True)
+        self.waiting = None
 
     def _without_guide(self, is_first: bool) -> RuntimeError:
         what = (
@@ -431,7 +445,9 @@ class _CallHook:
             return
         gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x._parameters]
         # A network around this one has drawn already; own values may be left from a call that was interrupted.
-        gates = [x for x in gates if not x.is_latent and (x.drawn is None or x.drawn.is_over or x.drawn.by is network)]
+        gates = [
+            x for x in gates if x.waiting is None and (x.drawn is None or x.drawn.is_over or x.drawn.by is network)
+        ]
         for are_same in (True, False):
             own = [gate for gate in gates if gate.sync_draws == are_same]
             values, active_prob = draw(own) if own else ([], None)
@@ -538,7 +554,7 @@ class NetworkGates:
         if is_new:
             _CallHook(network)
         for gate in self.sites.values():
-            gate.is_latent = False
+            gate.take_back()
             gate.is_reached = gate.is_reached and not is_new
 
     def _follow(self) -> None:

@@ -81,7 +81,7 @@ class Around(nn.Module):
         super().__init__()
         self.gate, self.operation = L0Gate(SHAPE[dim], dim=dim), operation
         if behind is not None:
-            self.last = L0Gate(first(operation(torch.ones(SHAPE))).shape[behind], behind)
+            self.last = L0Gate(first(operation(torch.ones(SHAPE))).shape[behind], dim=behind)
 
     def forward(self, x):
         y = self.operation(self.gate(x))

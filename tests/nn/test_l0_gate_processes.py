@@ -14,12 +14,23 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.compaction import compact
-from pyro_l0.infer import SparsityTarget
+from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
 from pyro_l0.nn import L0Gate, NetworkCost, NetworkGates
 from pyro_l0.training.processes import average_gradients
 from tests.processes import in_two
 
 WAYS = ("ddp", "fsdp", "fully_shard")
+
+
+class Joint(nn.Module):
+    """A model that holds its network."""
+
+    def __init__(self, network, model):
+        super().__init__()
+        self.network, self.model = network, model
+
+    def forward(self, x, y):
+        self.model(x, y)
 
 
 class Classifier(nn.Module):
@@ -101,8 +112,29 @@ def gradients(rank, sync_draws, reentrant=None):
     return torch.cat([p.grad.flatten() for p in network.parameters()])
 
 
+def trained_as_a_model(rank):
+    """A network whose gates are left to a guide, under DDP; its steps, and whether the processes agree."""
+    x, y = data(rank)
+    network = Classifier()
+
+    def model(x, y):
+        factor("y", -F.cross_entropy(network(x), y))
+
+    guide = AutoGate(model)
+    guide(x, y)
+    loss = L0_ELBO("l0", lam=0.1)(Joint(network, model), guide)
+    parallel = DistributedDataParallel(loss)
+    optimiser = torch.optim.Adam(parallel.parameters())
+    for _ in range(3):
+        optimiser.zero_grad()
+        parallel(x, y).backward()
+        optimiser.step()
+    return same(torch.cat([p.flatten() for p in (*network.parameters(), *guide.parameters())]))
+
+
 def work(rank, folder):
     found = {way: train(rank, way) for way in WAYS}
+    found["model"] = trained_as_a_model(rank)
     for sync_draws in (True, False):
         once = gradients(rank, sync_draws)
         for reentrant in (True, False):
@@ -137,4 +169,5 @@ def test_two_processes_have_the_same_gates(tmp_path):
         for case in ("True, True", "True, False", "False, True", "False, False"):
             assert found[case], case
         assert not found["own draws"]
+        assert found["model"]
     assert all(both[0][way]["certificate"] < 1e-5 for way in WAYS)

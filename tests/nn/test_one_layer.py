@@ -170,6 +170,8 @@ def test_the_same_object_under_a_budget_and_through_prune(name):
     x, y = data(shape)
     gated = gate(make(), x)
     full = NetworkCost(gated, x)
+    train_by_pyro(gated, x, y)  # which leaves the gates to a guide, until prune or a budget takes them
+    assert not any(p.requires_grad for layer in gate_names(gated).values() for p in layer.parameters())
     given = copy.deepcopy(gated.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few steps, and of what the budget leaves unused
@@ -177,7 +179,6 @@ def test_the_same_object_under_a_budget_and_through_prune(name):
     assert all(torch.equal(value, given[key]) for key, value in gated.state_dict().items())  # a copy is trained
     assert NetworkCost(result.network, x).total_macs <= 0.6 * full.total_macs
 
-    train_by_pyro(gated, x, y)  # which leaves the gates to a guide, until a budget takes them
     budget = NetworkBudget(gated, x, 0.6)
     weights = [p for p in gated.parameters() if p not in set(budget.gates.parameters())]
     optimiser = torch.optim.Adam(weights, 0.01)

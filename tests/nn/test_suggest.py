@@ -69,6 +69,24 @@ def test_a_gate_is_suggested_behind_each_activation_and_branch():
     assert found.refused == {"last": "it makes the network's output"}
 
 
+def test_places_of_a_residual_stream_share_a_gate():
+    """In what is inserted, too: a unit of the stream leaves by one gate, and with it what a count by hand says."""
+    found = suggest_gates(Residual(), IMAGE)
+    assert found["act"] is found["outer"]
+    assert found["relu"] is not found["act"]
+    gated = insert_gates(Residual(), found, IMAGE)
+    assert {site: gate.size for site, gate in gate_names(gated).items()} == {"act.1": 6, "relu.1": 5}
+    cost = NetworkCost(gated, IMAGE)
+    for stream, inner in ((6, 5), (4, 5), (1, 2)):
+        gates = {"act.1": (torch.arange(6) < stream).float(), "relu.1": (torch.arange(5) < inner).float()}
+        expected = 9 * (2 * stream + 2 * stream * inner) + 3 * stream
+        assert cost.weights(gates) == expected
+        small = compact(gated, gates, IMAGE).network
+        assert sum(p.numel() for p in small.parameters() if p.dim() > 1) == expected + small.unused.weight.numel()
+    again = insert_gates(Residual(), found)
+    assert gate_names(again)["act.1"] is not gate_names(gated)["act.1"]  # each network has gates of its own
+
+
 class BasicBlock(nn.Module):
     """As in torchvision's ResNets: one activation in place for both calls, and a sum in place."""
 
