@@ -47,6 +47,13 @@ FAMILIES: dict[str, type[GateDistribution]] = {
 }
 Family = str | type[GateDistribution]
 
+# What to do where a model's gate is called without the model.
+_IN_A_LOOP = (
+    "Evaluate fix_gates(network, guide.test_gates()), or the network of compact; NetworkGates(network) returns to the "
+    "gates' own parameters."
+)
+_IN_A_BLOCK = "Give torch.utils.checkpoint use_reentrant=False, whose blocks run again with the gates of the first run."
+
 
 class L0Gate(GateLayer):
     r"""A random gate for each unit, in any torch training loop and in models of Pyro.
@@ -61,7 +68,7 @@ class L0Gate(GateLayer):
 
     In a model of Pyro the gates are a sample site of their ``prior``, with a posterior in a guide such as
     :class:`~pyro_l0.infer.AutoGate`. From then on a call without the guide is refused, and the layer's own parameters
-    have no gradient, until :class:`NetworkGates` is made of the network.
+    are buffers, until :class:`NetworkGates` is made of the network.
 
     Args:
         *shape: shape of the gates, such as ``L0Gate(300)`` for 300 units.
@@ -109,7 +116,7 @@ class L0Gate(GateLayer):
     """
 
     is_reached = False  # by a call, since NetworkGates knows it
-    # Since a model had it as a site, and a guide has its posterior: which of its parameters wait without a gradient.
+    # Which of its parameters were trained, if they are buffers, as a model has had it as a site, for a guide.
     waiting: tuple[str, ...] | None = None
     prior: GateDistribution | None = None  # None if a network computes the gates, which are no site then
 
@@ -194,7 +201,8 @@ class L0Gate(GateLayer):
     @property
     def distribution(self) -> GateDistribution:
         """The gates' distribution, of their shape, differentiable in their parameters."""
-        values = {name: _at_least_float32(x) for name, x in self._parameters.items() if x is not None}
+        held = (self._parameters or self._buffers).items()
+        values = {name: _at_least_float32(x) for name, x in held if x is not None}
         return self._template.from_real_line(values) if values else self._template
 
     @property
@@ -256,32 +264,27 @@ class L0Gate(GateLayer):
 
     def _value(self, in_block: bool) -> Tensor:
         """A draw, or the one that holds; in evaluation mode the test gate, unless a model has the gate as a site."""
-        task = torch._C._current_graph_task_id() if in_block else -1
-        drawn, is_first = self.drawn, task == -1
-        if is_first and self.prior is not None and _in_model():
+        drawn, task = self.drawn, torch._C._current_graph_task_id() if in_block else -1
+        is_held = drawn is not None and not drawn.is_over and drawn.with_grad == torch.is_grad_enabled()
+        if task == -1 and self.prior is not None and _in_model():
             value = self._site_value()
             if in_block:
                 self.drawn = Drawn(value, torch.is_grad_enabled(), self, is_over=True, in_block=True)
         elif not self.training and self.waiting is None:
             return self.test_gate
-        elif drawn is not None and drawn.in_block and not is_first and has_top_hooks():
+        elif drawn is not None and drawn.in_block and task != -1 and has_top_hooks():
             value = drawn.value  # a checkpointed block runs again
         elif self.waiting is not None:
-            raise self._without_guide(is_first)
-        elif (
-            drawn is not None
-            and not drawn.is_over
-            and (drawn.with_grad, drawn.task if in_block else -1)
-            == (
-                torch.is_grad_enabled(),
-                task,
+            raise RuntimeError(
+                f"Expected gate {self.site_name!r} in a run of the model of which it is a site, but it is called "
+                f"without, so that nothing gives its value. {_IN_A_LOOP if task == -1 else _IN_A_BLOCK}"
             )
-        ):
+        elif drawn is not None and is_held and (not in_block or drawn.task == task):
             value, drawn.in_block = drawn.value, in_block or drawn.in_block
         else:
             value = draw([self])[0][0]
         if in_block and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-            value = value if value.requires_grad else value.detach().requires_grad_()
+            value = value if value.requires_grad else value.detach().requires_grad_(value.is_floating_point())
             value = _SameAgain.apply(value, self.site_name or self)  # type: ignore[no-untyped-call]
         return value
 
@@ -297,43 +300,37 @@ class L0Gate(GateLayer):
 
     @_disable_dynamo  # torch.compiler.disable imports the compiler at once
     def _leave_to_guide(self) -> None:
+        """Take a name, and let the own parameters wait as buffers, for which no optimiser and no process waits."""
         self.site_name = self.site_name or free_name("gate")
-        trained = (name for name, p in self._parameters.items() if p is not None and p.requires_grad)
-        self.waiting = tuple(trained) if self.waiting is None else self.waiting
-        for name in self.waiting:
-            self.get_parameter(name).requires_grad_(False)
+        if self.waiting is None and not torch._C._are_functorch_transforms_active():
+            self.waiting = tuple(name for name, p in self.named_parameters() if p.requires_grad)
+            for name, parameter in list(self.named_parameters()):
+                del self._parameters[name]
+                self.register_buffer(name, parameter.requires_grad_(False))
 
     def take_back(self) -> None:
         """Let the gates' own parameters be their posterior, instead of a guide's."""
-        for name in self.waiting or ():
-            self.get_parameter(name).requires_grad_(True)
+        for name, x in list(self._buffers.items()):
+            assert x is not None
+            del self._buffers[name]
+            self.register_parameter(name, x if isinstance(x, nn.Parameter) else nn.Parameter(x))
+            self.get_parameter(name).requires_grad_(name in (self.waiting or ()))
         self.waiting = None
-
-    def _without_guide(self, is_first: bool) -> RuntimeError:
-        what = (
-            "a run of the model of which it is a site, but it is called without, so that nothing gives its value. "
-            "Evaluate fix_gates(network, guide.test_gates()), or the network of compact; NetworkGates(network) returns "
-            "to the gates' own parameters"
-            if is_first
-            else "checkpointed blocks that keep their graph, but one with use_reentrant=True runs again for its "
-            "gradient. Pass use_reentrant=False"
-        )
-        return RuntimeError(f"Expected gate {self.site_name!r} in {what}.")
 
     def narrow(self, index: Tensor) -> None:
         """Keep the gates at some indices, shape ``(n,)``, in place, with new parameters."""
         size = self.shape
         self._template = self._template.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == size else x)
-        for name, old in list(self._parameters.items()):
-            assert old is not None
-            setattr(self, name, nn.Parameter(old.detach()[index.to(old.device)].clone(), old.requires_grad))
+        for name, old in [*self.named_parameters(), *self.named_buffers()]:
+            new = nn.Parameter(old.detach()[index.to(old.device)].clone(), old.requires_grad)
+            (self._parameters if self.waiting is None else self._buffers)[name] = new
         self.size, self.shape, self.drawn = len(index), torch.Size([len(index)]), None
         if self.prior is not None:
             self._expand(self.prior.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == size else x))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._parameters:  # options that are tensors move with the parameters
+        if self._parameters or self._buffers:  # options that are tensors move with the parameters
             self._template = self._template.apply_to_tensors(fn)
         if self.prior is not None:
             self._expand(self.prior.apply_to_tensors(fn))
@@ -371,7 +368,7 @@ class _SameAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (again,) = ctx.saved_tensors
-        if not torch.equal(again, ctx.first):
+        if not again.is_meta and not torch.allclose(again, ctx.first, rtol=0.0, atol=0.0, equal_nan=True):
             raise RuntimeError(
                 f"Expected a checkpointed block that runs again to have the value of gate {ctx.name} that it had at "
                 "first, but its network has been called since, or its random state is another. Go backward after each "
@@ -445,9 +442,8 @@ class _CallHook:
             return
         gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x._parameters]
         # A network around this one has drawn already; own values may be left from a call that was interrupted.
-        gates = [
-            x for x in gates if x.waiting is None and (x.drawn is None or x.drawn.is_over or x.drawn.by is network)
-        ]
+        gates = [x for x in gates if x.drawn is None or x.drawn.is_over or x.drawn.by is network]
+        gates = [x for x in gates if x.waiting is None]
         for are_same in (True, False):
             own = [gate for gate in gates if gate.sync_draws == are_same]
             values, active_prob = draw(own) if own else ([], None)

@@ -15,7 +15,6 @@ import pyro_l0.compaction.apply as slicing
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import L0Gate, fix_gates
-from pyro_l0.nn.gate import gate_names
 from tests.compaction.networks import Model, set_gates, started
 from tests.engine.zoo import attention as zoo
 from tests.networks import Net
@@ -83,12 +82,6 @@ OPTIMISERS = {
 }
 
 
-def weights(net):
-    """The parameters of a network but those of its gates, for which the guide has others."""
-    gates = {p for gate in gate_names(net).values() for p in gate.parameters()}
-    return [p for p in net.parameters() if p not in gates]
-
-
 def trained(make, optimiser, shrinks, steps=STEPS):
     """The losses of training with gates that are closed for certain one after the other."""
     torch.manual_seed(0)
@@ -103,7 +96,7 @@ def trained(make, optimiser, shrinks, steps=STEPS):
         set_gates(guide, site, range(sizes[site]), 60.0)
     optimiser = OPTIMISERS[optimiser]([*model.parameters(), *guide.parameters()])
     shrinker = Shrinker(net, guide, x[:3], optimiser, patience=1)
-    parameters, losses, cuts = weights(net), [], 0
+    parameters, losses, cuts = list(net.parameters()), [], 0
     for step in range(steps):
         if step in AT:
             for site, size in sizes.items():
@@ -116,7 +109,7 @@ def trained(make, optimiser, shrinks, steps=STEPS):
         value.backward()
         optimiser.step()
         losses.append(value.item())
-    assert all(one is other for one, other in zip(parameters, weights(net), strict=True))
+    assert all(one is other for one, other in zip(parameters, net.parameters(), strict=True))
     return torch.tensor(losses, dtype=torch.float64), net, cuts
 
 
@@ -278,9 +271,9 @@ def test_gradients_and_gradient_nodes_that_are_alive():
     """A gradient is cut with its parameter; nodes that accumulate gradients take the new shape."""
     net = dense()
     model, guide, _, shrinker = started(net, X, torch.optim.SGD)
-    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in weights(net)]
-    expected = [torch.randn_like(p) for p in weights(net)]
-    for parameter, gradient in zip(weights(net), expected, strict=True):
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in net.parameters()]
+    expected = [torch.randn_like(p) for p in net.parameters()]
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
         parameter.grad = gradient.clone()
     guide.close("net.2", torch.tensor([1]))
     assert shrinker.step()

@@ -171,7 +171,7 @@ def test_the_same_object_under_a_budget_and_through_prune(name):
     gated = gate(make(), x)
     full = NetworkCost(gated, x)
     train_by_pyro(gated, x, y)  # which leaves the gates to a guide, until prune or a budget takes them
-    assert not any(p.requires_grad for layer in gate_names(gated).values() for p in layer.parameters())
+    assert not any(True for layer in gate_names(gated).values() for _ in layer.parameters())
     given = copy.deepcopy(gated.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of few steps, and of what the budget leaves unused

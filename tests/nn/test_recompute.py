@@ -270,7 +270,7 @@ def test_models_that_are_refused_in_blocks():
     with pytest.raises(RuntimeError, match=r"gate .* that it had at first, but its network has been called since"):
         L0_ELBO("l0", num_particles=3).differentiable_loss(model, guide, x).backward()
     model, guide, x = models(reentrant)
-    with pytest.raises(RuntimeError, match=r"'other' in checkpointed blocks .*\. Pass use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"'other' in a run .*\. Give torch.utils.checkpoint use_reentrant=False"):
         L0_ELBO("l0").differentiable_loss(model, guide, x).backward()
 
 

@@ -51,8 +51,7 @@ def results(net, model, guide, **options):
     """The loss, its gradients, and those of the gradients' squares, at one draw."""
     pyro.set_rng_seed(3)
     loss = L0_ELBO(**options).differentiable_loss(model, guide)
-    leaves = [p for name, p in net.named_parameters() if "log_alpha" not in name]
-    leaves += guide.parameters()
+    leaves = [*net.parameters(), *guide.parameters()]
     first = torch.autograd.grad(loss, leaves, create_graph=True)
     return [loss, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
 
