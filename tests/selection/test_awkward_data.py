@@ -22,8 +22,8 @@ from pyro_l0.selection import (
     SpikeSlabRegressor,
     SpikeSlabRobust,
 )
-from pyro_l0.selection.design import make_design
 from pyro_l0.selection.families import Student
+from tests.selection.families import design_of
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
 
 
@@ -233,11 +233,11 @@ def test_when_equal_values_are_too_many():
         for share, is_refused in ((0.99, True), (1.01, False)):
             known = {"slab_scale": 1.0, "fit_intercept": intercept}
             with pytest.raises(ValueError, match="improper") if is_refused else contextlib.nullcontext():
-                make_design(x, y, Student(most * share), **known)
+                design_of(x, y, Student(most * share), **known)
     weight = np.r_[5.0, np.ones(11)]
     with pytest.raises(ValueError, match="but 5 of 16 are 0"):
-        make_design(x, np.arange(12.0), Student(3 / 11 - 0.01), weight=weight)
-    make_design(x, np.arange(12.0), Student(3 / 11 + 0.01), weight=weight)
+        design_of(x, np.arange(12.0), Student(3 / 11 - 0.01), weight=weight)
+    design_of(x, np.arange(12.0), Student(3 / 11 + 0.01), weight=weight)
 
 
 @pytest.mark.parametrize("form", [pd.DataFrame, lambda pairs: list(map(tuple, pairs)), np.array, list])

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
-from pyro_l0.selection.design import default_rate
+from pyro_l0.selection.design.design import default_rate
 from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration
 
 N, P, BLOCK, EFFECTS = 150, 30, 5, 3
