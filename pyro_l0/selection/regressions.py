@@ -14,8 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import column_or_1d
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
-from pyro_l0.selection.families import Bernoulli, Categorical, Family, Gaussian, Poisson
-from pyro_l0.selection.families.normal import Correlated
+from pyro_l0.selection.families import Bernoulli, Categorical, Correlated, Family, Gaussian, Poisson
 from pyro_l0.selection.summary_statistics import Observations, checked_means, of_moments, of_z_scores
 
 __all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
@@ -36,6 +35,8 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     The effect of a constant feature cannot be told from the intercept: its inclusion probability and coefficient are 0,
     a warning names it, and the prior does not count it.
+
+    Noise of a known covariance, as of time series, is an argument of :meth:`fit`.
 
     Categorical columns of a data frame become a dummy for each level, none left out, and have one gate each. The
     dummies of a factor are standardised by one divisor, the root of their summed variances, so that the slab scale
@@ -116,40 +117,26 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         offset: ArrayLike | None = None,
         noise_covariance: ArrayLike | None = None,
     ) -> Self:
-        """Find the posterior of the coefficients.
+        """Find the posterior of the coefficients, with errors and warnings as :meth:`SpikeSlabPoissonRegressor.fit`.
 
         Args:
-            X: features, shape ``(n, p)``; this and the next three are as for the other estimators, such as
-                :meth:`SpikeSlabPoissonRegressor.fit`.
+            X: features, shape ``(n, p)``, as for the other estimators.
             y: observations, shape ``(n,)``.
             sample_weight: how many equal observations each row stands for, shape ``(n,)``.
             offset: known part of y, shape ``(n,)``.
-            noise_covariance: of the noise of all rows, up to the factor ``noise_scale**2``, shape ``(n, n)``: the
-                matrix, or its lower Cholesky factor, which is told by zeros above the diagonal; or variances alone,
-                shape ``(n,)``. It stands here, not in the constructor, as it belongs to the rows. ``noise_scale_`` is
-                then in its unit. Predictions are X beta + intercept: they know nothing of the noise of new rows, nor of
-                its correlation with that of the fit, so quantiles, deviations and draws of new observations are
-                refused.
+            noise_covariance: that of the noise of all rows up to the factor ``noise_scale**2``, which is then in its
+                unit: a matrix of shape ``(n, n)``, or its lower Cholesky factor, told by zeros above the diagonal, or
+                variances alone, shape ``(n,)``. It is no parameter of the constructor, as it belongs to the rows. Means
+                are predicted as without it; as it does not tell the noise of new rows, nor how that correlates with the
+                noise of the fit, quantiles, deviations and draws of new observations are refused.
 
         Returns:
             The estimator.
-
-        Raises:
-            ValueError: a parameter or the data are out of range.
-
-        Example:
-            >>> import numpy as np
-            >>> rng = np.random.default_rng(0)
-            >>> x = rng.normal(size=(100, 5)).cumsum(0)
-            >>> lag = np.abs(np.subtract.outer(range(100), range(100)))
-            >>> y = x[:, 0] + rng.multivariate_normal(np.zeros(100), 0.9**lag)
-            >>> SpikeSlabRegressor(random_state=0).fit(x, y, noise_covariance=0.9**lag).select()
-            array([0])
         """
         if noise_covariance is not None and sample_weight is not None:
             raise ValueError(
-                "Expected no sample_weight beside noise_covariance, which does not tell the noise of repeated rows. If the "
-                "weights w are precisions, divide the covariance by np.sqrt(np.outer(w, w)) instead."
+                "Expected no sample_weight beside noise_covariance, which does not tell the noise of repeated rows. If "
+                "the weights w are precisions, divide the covariance by np.sqrt(np.outer(w, w)) instead."
             )
         self._family = Gaussian() if noise_covariance is None else Correlated()
         return self._fit(X, y, sample_weight, offset, noise_covariance)

@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csc_array, issparse
 
 from pyro_l0.expect import expect
@@ -84,12 +83,6 @@ class Draft:
     def gated(self) -> int:
         """How many of the features, the first ones, have a gate."""
         return len(self.gate_of) - self.always
-
-    def are_in(self) -> NDArray[np.bool_]:
-        """Which features are always in, as the rate of their gates is 1."""
-        rate = np.nan if self.rate is None or isinstance(self.rate, tuple) else self.rate
-        found: NDArray[np.bool_] = np.broadcast_to(rate, int(self.gate_of.max()) + 1)[self.gate_of] == 1
-        return found
 
 
 class Step(ABC):

@@ -46,9 +46,9 @@ class Whiten(Step):
     def apply(self, draft: Draft) -> None:
         if draft.root is None:
             return
-        is_flat = draft.always_in_scale is None
-        always = draft.x[:, draft.gated if is_flat else len(draft.gate_of) :]
+        always = draft.x[:, draft.gated if draft.always_in_scale is None else len(draft.gate_of) :]
         flat = np.hstack([np.ones((len(draft.y), int(draft.fit_intercept))), always])
+        flat /= np.linalg.norm(flat, axis=0)
         stretch = svdvals(solve_triangular(draft.root, orth(flat), lower=True)) if flat.size else np.ones(1)
         self._log_volume = float(np.log(draft.root.diagonal()).sum() + np.log(stretch).sum())
         draft.x, draft.y = (solve_triangular(draft.root, part, lower=True) for part in (draft.x, draft.y))
@@ -100,7 +100,7 @@ class IntegrateOut(Step):
     they have the mean B'Q'(y - X beta) and the covariance noise_scale^2 B'B, B'B = (A'A + s^-2)^-1 and Q = A B'.
     """
 
-    _root: Array | None = None  # B, shape (k, a)
+    _root = np.empty((0, 0))  # B, shape (k, a)
 
     def apply(self, draft: Draft) -> None:
         gated, x, y, scale = draft.gated, draft.x, torch.from_numpy(draft.y), draft.always_in_scale
@@ -135,22 +135,22 @@ class IntegrateOut(Step):
             )
 
     def undo(self, found: SelectionPosterior, rng: np.random.Generator) -> SelectionPosterior:
-        if self._root is None:
+        if not len(self._root):
             return found
-        draws, means = found.draws, self._means(found.draws.coefficients, self._root)
+        draws, means = found.draws, self._means(found.draws.coefficients)
         noise = draws.noise_scale[:, None] * rng.standard_normal((len(means), len(self._root)))
         # Deviations are partly those of the draws.
         variance = means.var(0) + (draws.noise_scale**2).mean() * (self._root**2).sum(0)
         coefficients = csr_array(hstack([draws.coefficients, csr_array(means + noise @ self._root)]))
         return replace(
             found,
-            mean=np.concatenate([found.mean, self._means(found.mean.T, self._root).T]),
+            mean=np.concatenate([found.mean, self._means(found.mean.T).T]),
             sd=np.concatenate([found.sd, np.sqrt(variance)[:, None]]),
             draws=draws._replace(coefficients=coefficients),
             log_evidence=found.log_evidence + self._log_evidence,
         )
 
-    def _means(self, beta: csr_array | Array, root: Array) -> Array:
+    def _means(self, beta: csr_array | Array) -> Array:
         """Of the coefficients given those of the other features, shape ``(N, p)`` to ``(N, a)``."""
-        found: Array = (self._target - beta @ self._crossed.T) @ root
+        found: Array = (self._target - beta @ self._crossed.T) @ self._root
         return found

@@ -91,9 +91,17 @@ class Scale(Step):
     """
 
     def apply(self, draft: Draft) -> None:
-        each, factor_of, is_in, family = draft.deviation, draft.factor_of, draft.are_in(), draft.family
+        each, factor_of, family = draft.deviation, draft.factor_of, draft.family
+        rate = np.nan if draft.rate is None or isinstance(draft.rate, tuple) else draft.rate
+        is_in = np.broadcast_to(rate, int(draft.gate_of.max()) + 1)[draft.gate_of] == 1
         if not each.all():
-            _warn_of_constants([draft.names[j] for j in np.flatnonzero(each == 0).tolist()])
+            names = [repr(draft.names[j]) for j in np.flatnonzero(each == 0).tolist()]
+            warnings.warn(
+                "Constant features have no effect that could be found: the inclusion probability and the coefficient "
+                f"of {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} are 0. Leave them "
+                "out.",
+                stacklevel=5,
+            )
         if draft.always_in_scale is not None and not is_in.any():
             raise ValueError(
                 f"Expected no always_in_scale, as no feature has a rate of 1, but got {draft.always_in_scale}; leave "
@@ -137,13 +145,3 @@ class Scale(Step):
             draws=draws._replace(coefficients=coefficients, **scales),
             standard_error=None if found.standard_error is None else error,
         )
-
-
-def _warn_of_constants(names: list[str]) -> None:
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    warnings.warn(
-        f"Constant features have no effect that could be found: the inclusion probability and the coefficient of "
-        f"{shown} are 0. Leave them out.",
-        UserWarning,
-        stacklevel=6,
-    )
