@@ -67,30 +67,24 @@ def root_of(covariance: ArrayLike, rows: int) -> Array:
             f"variances of shape ({rows},), but got {given.shape}; pass those of the rows that are fitted."
         )
     matrix = np.diag(given) if given.ndim == 1 else given
-    is_lower, is_upper = (not np.triu(part, 1).any() for part in (matrix, matrix.T))
-    is_factor = given.ndim == 2 and is_lower
-    if is_factor and is_upper and (matrix.diagonal() != 1).any():
+    is_factor = given.ndim == 2 and not np.triu(matrix, 1).any()
+    if is_factor and not np.tril(matrix, -1).any() and (matrix.diagonal() != 1).any():
         raise ValueError(
             "Expected noise_covariance to be a covariance or its Cholesky factor, but a diagonal matrix may be either; "
             f"pass the variances alone, of shape ({rows},)."
         )
-    if not is_factor and np.abs(matrix - matrix.T).max() > 1e-6 * np.abs(matrix).max():
-        raise ValueError(
-            "Expected noise_covariance to be symmetric, or 0 above the diagonal as a lower Cholesky factor, but it is "
-            "neither; pass an upper factor R as R.T."
-        )
-    try:
-        root = matrix if is_factor else np.linalg.cholesky(matrix)
-    except np.linalg.LinAlgError:
-        root = np.zeros_like(matrix)
-    # The deviation of each row's noise, and of what of it those before do not tell.
+    root, wrong = (matrix, 0) if is_factor else torch.linalg.cholesky_ex(torch.from_numpy(matrix))
+    root, is_symmetric = np.asarray(root), np.abs(matrix - matrix.T).max() <= 1e-6 * np.abs(matrix).max()
+    # The deviation of each row's noise, and of what of it the rows before do not tell.
     whole, rest = np.linalg.norm(root, axis=1), root.diagonal()
-    if not (rest > np.sqrt(rows * np.finfo(np.float64).eps) * whole).all():
+    is_definite = not wrong and (rest > np.sqrt(rows * np.finfo(np.float64).eps) * whole).all()
+    if not is_definite or not (is_factor or is_symmetric):
         raise ValueError(
-            "Expected noise_covariance to be positive definite, but up to rounding the noise of some rows is that of "
-            "others, or none; add the variance of independent noise to the diagonal."
+            "Expected noise_covariance to be symmetric and, beyond rounding, positive definite, or to be its lower "
+            "Cholesky factor, but it is neither; pass an upper factor R as R.T, or add the variance of independent "
+            "noise to the diagonal."
         )
-    return np.asarray(root)
+    return root
 
 
 class IntegrateOut(Step):
