@@ -181,9 +181,8 @@ class SparseColumns:
         stored = weight[matrix.indices]
         apart = np.bincount(column, stored * (matrix.data - centre[column]) ** 2, len(centre))
         square = apart + centre**2 * (weight.sum() - np.bincount(column, stored, len(centre)))
-        ones = torch.ones(len(centre) + len(weight), dtype=torch.float64)
-        divisor, root = ones.split([len(centre), len(weight)])
-        return SparseColumns(matrix, torch.from_numpy(centre), divisor, root, torch.from_numpy(square))
+        subtracted, root = torch.from_numpy(centre), torch.ones(len(weight), dtype=torch.float64)
+        return SparseColumns(matrix, subtracted, torch.ones_like(subtracted), root, torch.from_numpy(square))
 
     def weighed(self, root: Tensor) -> SparseColumns:
         """The columns times the roots of the weights, which their sums of squares have."""
@@ -193,9 +192,8 @@ class SparseColumns:
     def divided(self, divisor: Any) -> SparseColumns:
         """Each column divided by a number of its own."""
         by = torch.from_numpy(divisor)
-        return SparseColumns(
-            self._matrix, self._centre, self.divisor * by, self._root, self.square / by.square(), self._along
-        )
+        divisor, square = self.divisor * by, self.square / by.square()
+        return SparseColumns(self._matrix, self._centre, divisor, self._root, square, self._along)
 
     def shrunk(self, left: Tensor, share: Tensor) -> SparseColumns:
         """The columns as :func:`shrunk` makes them."""

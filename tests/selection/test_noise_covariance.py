@@ -162,6 +162,14 @@ def test_whitened_by_hand():
     assert model.noise_scale_ == pytest.approx(by_hand.noise_scale_, rel=1e-9)
 
 
+def test_the_unit_of_a_flat_feature_changes_nothing():
+    x, y = data(AR)
+    options = KNOWN | {"rate": {1: 1}}
+    model = SpikeSlabRegressor(**options).fit(x, y, noise_covariance=AR)
+    tiny = SpikeSlabRegressor(**options).fit(x * [1, 1e-16, 1, 1], y, noise_covariance=AR)
+    assert tiny.log_evidence_ == pytest.approx(model.log_evidence_, abs=1e-8)
+
+
 def test_variances_alone():
     x, y = data(AR)
     pips, mean, middle, _, log_evidence = by_densities(x, y, np.diag(UNEQUAL))
@@ -200,6 +208,8 @@ def test_constant_features():
 
 
 SINGULAR = np.ones((N, N))
+ALMOST = np.linalg.cholesky(AR)
+ALMOST[5, 5] = 1e-12
 MESSAGES = [
     (AR[:5, :5], r"of shape \(24, 24\), .* or variances of shape \(24,\), but got \(5, 5\); pass those of the rows"),
     (AR[0, :5], r"but got \(5,\)"),
@@ -210,6 +220,7 @@ MESSAGES = [
     (AR + np.tri(N, k=-1) / 100, "to be symmetric"),
     (SINGULAR, "positive definite, .* or add the variance of independent noise to the diagonal"),
     (AR - np.eye(N), "beyond rounding, positive definite"),
+    (ALMOST, "beyond rounding, positive definite"),
     (-np.linalg.cholesky(AR), "beyond rounding, positive definite"),
     (UNEQUAL * (LAG[0] > 0), "beyond rounding, positive definite"),
     (-UNEQUAL, "beyond rounding, positive definite"),
