@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from scipy.sparse import csr_array
 
 import pyro_l0.maths.second_order
+from pyro_l0.selection.design import design
 from pyro_l0.selection.design.design import default_rate
+from pyro_l0.selection.design.draft import Step
 from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.problem import Draws, SelectionPosterior
 from tests.selection.families import design_of
@@ -122,6 +125,35 @@ def test_predictors_are_the_same_in_both_units(family, standardize):
     np.testing.assert_allclose(raw.sd, found.sd / deviation[:, None])
     middle = found.intercept + (y.mean() if family == "gaussian" else 0)
     np.testing.assert_allclose(raw.intercept, middle - x.mean(0) @ raw.mean, rtol=1e-10)
+
+
+class Tripled(Step):
+    """Observations in another unit."""
+
+    def apply(self, draft):
+        draft.y = 3 * draft.y
+
+    def undo(self, found, rng):
+        names = ["coefficients", "intercept", "slab_scale", "noise_scale"]
+        draws = found.draws._replace(**{name: getattr(found.draws, name) / 3 for name in names})
+        moments = {name: getattr(found, name) / 3 for name in ("mean", "sd", "intercept")}
+        log_evidence = found.log_evidence + 29 * math.log(3)  # of 30 observations, one of which the intercept takes
+        return replace(found, draws=draws, log_evidence=log_evidence, **moments)
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_a_step_of_ones_own(monkeypatch, place):
+    """Anywhere among the others, as all unknown scales have the unit of y."""
+    steps = list(design.STEPS)
+    x, y = data()
+    wanted = exact_posterior(x, y, seed=0)
+    monkeypatch.setattr(design, "STEPS", (*steps[:place], Tripled, *steps[place:]))
+    found = exact_posterior(x, y, seed=0)
+    assert found.log_evidence == pytest.approx(wanted.log_evidence, abs=1e-9)
+    for name in ("active_probs", "mean", "sd", "intercept"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-9, atol=1e-9, err_msg=name)
+    for name in ("intercept", "slab_scale", "noise_scale"):
+        np.testing.assert_allclose(getattr(found.draws, name), getattr(wanted.draws, name), rtol=1e-9)
 
 
 @pytest.mark.parametrize("standardize", [True, False])

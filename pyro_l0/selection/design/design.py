@@ -19,14 +19,8 @@ from pyro_l0.selection.problem import Prior, Problem, SelectionPosterior
 
 __all__ = ["STEPS", "Design", "default_rate"]
 
-STEPS: tuple[type[Step], ...] = (
-    Offset,
-    Centre,
-    Scale,
-    Weigh,
-    Whiten,
-    IntegrateOut,
-)  # in the order of their application
+# In the order of their application.
+STEPS: tuple[type[Step], ...] = (Offset, Centre, Scale, Weigh, Whiten, IntegrateOut)
 
 # Of the deviation of y: less noise is hidden by the rounding of sums of squares, and the determinant of wider slabs
 # overflows.
