@@ -124,7 +124,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             y: observations, shape ``(n,)``.
             sample_weight: how many equal observations each row stands for, shape ``(n,)``.
             offset: known part of y, shape ``(n,)``.
-            noise_covariance: covariance of the noise of all rows, up to the factor ``noise_scale**2``: shape ``(n, n)``,
+            noise_covariance: that of the noise of all rows, up to the factor ``noise_scale**2``: shape ``(n, n)``,
                 or its lower Cholesky factor, which has zeros above the diagonal; or variances alone, shape ``(n,)``. It
                 is an argument here, not of the constructor, as it belongs to the rows. The unit of ``noise_scale``, and
                 the scale of its prior if it is learned, are those of the whitened y. ``predict`` returns X beta +
