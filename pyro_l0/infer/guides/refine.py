@@ -14,10 +14,10 @@ from torch.distributions import Beta
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import find_gate
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
-from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs
+from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
 from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.guides.summaries import JointDraws
-from pyro_l0.infer.log_density import POINTS, Point
+from pyro_l0.infer.log_density import Point
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import seeded
 from pyro_l0.infer.slabs import Alignment, GateSite
@@ -92,8 +92,8 @@ class Collapsed(NamedTuple):
 
     def points(self, values: Mapping[str, Tensor]) -> list[Point]:
         """Generic values of gates, rates and slabs, beside those of the other latents."""
+        gates = gate_vectors(self.quadratic.gates, self.loc)
         with seeded(0):
-            gates = torch.bernoulli(torch.full((POINTS, self.quadratic.gates), 0.5)).to(self.loc)
             slabs = self.draw_slabs(gates)
         return [
             {
@@ -102,7 +102,7 @@ class Collapsed(NamedTuple):
                 **self.slabs.apart(w),
                 **{x.name: torch.full_like(values[x.name], float(r)) for x in self.rates},
             }
-            for z, w, r in zip(gates, slabs, torch.linspace(0.2, 0.8, POINTS), strict=True)
+            for z, w, r in zip(gates, slabs, torch.linspace(0.2, 0.8, len(gates)), strict=True)
         ]
 
     def log_joint(self, log_likelihood: LogLikelihood, points: Sequence[Point]) -> Tensor:

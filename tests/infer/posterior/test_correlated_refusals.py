@@ -150,7 +150,7 @@ def test_gates_whose_prior_depends_on_others():
 
     guide = correlated(program, {**SLAB, "u": "v"})
     guide()
-    with pytest.raises(ValueError, match="but from one value of 'v' to another it changes by"):
+    with pytest.raises(ValueError, match="but from one value of 'z' to another it changes by"):
         check_fit(guide.model, guide)
 
 
