@@ -26,7 +26,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +43,7 @@ from pyro_l0.nn import NetworkCost, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names, name_gates
 from tests.engine.zoo.entry import call
 from tests.engine.zoo.libraries import LIBRARIES, Inputs, Model
+from tests.engine.zoo.libraries import library as imported
 
 LARGE = 30_000_000
 EXACT = 1e-9  # relative to the largest output; rounding in float64 makes less
@@ -320,7 +320,7 @@ def main() -> None:
     if options.table:
         return print_zeros(lines) if options.tools == ["zeros"] else print_table(lines)
     for library, models in LIBRARIES.items():
-        import_module(library)
+        imported(library)
         for name, model in models().items():
             line = {"model": name, "library": library} | lines.get(name, {})
             left = [tool for tool in options.tools if name in options.only or tool not in line]

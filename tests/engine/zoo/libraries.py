@@ -11,19 +11,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no weights are downloaded
-for _operator in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{_operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
 CLASSES, WORDS = 10, 99
 Inputs = Callable[[int], Tensor | tuple[Tensor, ...] | dict[str, Tensor]]  # by the size of a batch
 Model = Callable[[], tuple[nn.Module, Inputs]]
+
+
+@cache
+def _declare_operators() -> None:
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def library(name: str) -> ModuleType:
+    """One of those below, with torchvision's operators unless it does without torchvision."""
+    if name != "transformers":
+        _declare_operators()
+    return import_module(name)
 
 
 def _images(*shape: int) -> Inputs:
@@ -61,18 +72,18 @@ def torchvision(name: str, task: str) -> tuple[nn.Module, Inputs]:
     elif name.startswith("vit"):
         side = 2 * int(name.rpartition("_")[2])
         given, size = given | {"image_size": side}, (3, side, side)
-    return import_module("torchvision.models").get_model(name, weights=None, **given), _images(*size)
+    return library("torchvision.models").get_model(name, weights=None, **given), _images(*size)
 
 
 def _all_of_torchvision() -> Iterator[tuple[str, Model]]:
-    models = import_module("torchvision.models")
+    models = library("torchvision.models")
     for module in (models, models.segmentation, models.video):
         for name in models.list_models(module=module):
             yield name, partial(torchvision, name, module.__name__.rpartition(".")[2])
 
 
 def timm(name: str, side: int = 64, **given: object) -> tuple[nn.Module, Inputs]:
-    return import_module("timm").create_model(name, num_classes=CLASSES, **given), _images(3, side, side)
+    return library("timm").create_model(name, num_classes=CLASSES, **given), _images(3, side, side)
 
 
 # Models of other sides have no choice of them; widths and depths are reduced where timm takes them.
@@ -102,7 +113,7 @@ TIMM: dict[str, dict[str, object]] = {
 
 def _transformers(name: str, inputs: Inputs = _words, **sizes: object) -> tuple[nn.Module, Inputs]:
     """Experts are called one by one, as the joint kernel has no float64."""
-    model = getattr(import_module("transformers"), name)
+    model = getattr(library("transformers"), name)
     config = model.config_class(use_cache=False, **sizes)
     config._experts_implementation = "eager"
     return model(config), inputs
@@ -199,7 +210,7 @@ TRANSFORMERS: dict[str, dict[str, object]] = {
 
 
 def _diffusers(name: str, inputs: Inputs, **sizes: object) -> tuple[nn.Module, Inputs]:
-    model = getattr(import_module("diffusers"), name)
+    model = getattr(library("diffusers"), name)
     return model(sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **sizes), inputs
 
 
@@ -221,12 +232,12 @@ _CODES = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("U
 
 def _graph(name: str) -> tuple[nn.Module, Inputs]:
     edges = torch.randint(12, (2, 30), generator=torch.Generator().manual_seed(0))
-    network = getattr(import_module("torch_geometric.nn"), name)(8, 16, 3, CLASSES)
+    network = getattr(library("torch_geometric.nn"), name)(8, 16, 3, CLASSES)
     return network, lambda batch: (torch.randn(12, 8), edges)
 
 
 def _unet() -> tuple[nn.Module, Inputs]:
-    return import_module("segmentation_models_pytorch").Unet("resnet18", encoder_weights=None), _images(3, 64, 64)
+    return library("segmentation_models_pytorch").Unet("resnet18", encoder_weights=None), _images(3, 64, 64)
 
 
 LIBRARIES: dict[str, Callable[[], dict[str, Model]]] = {
