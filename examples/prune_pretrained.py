@@ -6,7 +6,7 @@ the part of the budget that the network uses.
 
 ``python examples/prune_pretrained.py`` takes a minute on one core. With seed 1 the dense network has an error of 1.1 %.
 Expect 0.5 to 2 % with half or 30 % of the multiply-adds. So few steps are not enough for a twentieth: 12, 18 and 29 %
-with seeds 3, 2 and 1. How importance scores do in as many steps is in ``tests/bench/pruning/bench_pruning.py``.
+with seeds 3, 2 and 1. How importance scores do in as many steps is in ``docs/results.md``.
 
 Writes ``pruned.md``, ``pruned.png`` and the pruned networks to ``--out``. A killed command goes on from there with
 ``--resume``.
