@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from common.bayesian import InputSkipMLP, fit
 from common.cifar import load_cifar
 from common.data import Images, load_images
+from common.figures import plot_curves, save_figure
 from common.scores import auroc, predictive, reliability, scores
 from common.sweep import spread
 from pyro_l0 import bayes
 from pyro_l0.compaction import Shrinker
-from pyro_l0.plots import plot_curves, save_figure
 
 __all__ = ["Options", "main"]
 

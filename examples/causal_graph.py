@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # the rival is no part of the examples
 
+from common.figures import figure_axes, save_figure
 from common.plots import plot_edges
 from pyro_l0.nn import L0Gate
-from pyro_l0.plots import figure_axes, save_figure
 from tests.bench.rivals.notears import notears_linear, notears_mlp
 
 __all__ = ["Options", "acyclic", "find_graph", "main", "random_data", "structural_distance"]

@@ -8,16 +8,19 @@ derivative of its quantile.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.distributions import RelaxedBernoulli
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+from common.figures import figure_axes, plot_curves, save_figure
 from pyro_l0 import HardConcrete
 from pyro_l0.distributions import ExponentialGate, ExponentialUniformGate, PowerLawGate
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.plots import figure_axes, plot_curves, save_figure
 
 TEMPERATURE = 0.5  # of Figure 2
 DRAWS = 10_000  # of each mean of Figure 2b

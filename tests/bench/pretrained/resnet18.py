@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.cifar import load_cifar
+from common.figures import figure_axes, save_figure
 from pyro_l0 import prune
 from pyro_l0.nn import Gate, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.plots import figure_axes, save_figure
 from pyro_l0.pruning import Training
 from pyro_l0.pruning.latency import Latency
 from tests.bench.pruning import zoo  # declares the operators that torchvision's import asks for

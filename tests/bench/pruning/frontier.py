@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
+from common.figures import figure_axes, save_figure
 from common.plots import plot_frontier
-from pyro_l0.plots import figure_axes, save_figure
 
 ROWS = Path(__file__).with_suffix(".csv")
 PICTURE = Path(__file__).parents[3] / "docs" / "images" / "frontier.png"

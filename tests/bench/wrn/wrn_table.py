@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from cifar_wrn import CifarRun, Options, PlainRun, Run
 from common.cifar import load_cifar
+from common.figures import save_figure
 from common.gated_run import train
 from common.plots import plot_training
-from pyro_l0.plots import save_figure
 from tests.bench.wrn.runs import BudgetRun
 
 LINES = Path(__file__).parent / "runs.jsonl"
