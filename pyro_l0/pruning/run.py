@@ -14,8 +14,8 @@ from pyro_l0.callbacks.budget import Budgets, NetworkBudget
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
-from pyro_l0.infer.target.sparsity_target import TargetReport
+from pyro_l0.infer.control.budget import BudgetTooSmallError, Cost
+from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied

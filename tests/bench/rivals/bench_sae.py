@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0.infer.target.sparsity_target import ActiveTarget
+from pyro_l0.infer.control.sparsity_target import ActiveTarget
 from pyro_l0.nn import L0Gate
 
 METHODS = ("L0", "top-k", "JumpReLU", "L1")
