@@ -28,9 +28,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from common.figures import figure_axes, save_figure
 from common.plots import plot_edges
 from pyro_l0.nn import L0Gate
-from pyro_l0.plots import figure_axes, save_figure
 
 __all__ = ["Options", "acyclic", "find_graph", "main", "random_data", "structural_distance"]
 

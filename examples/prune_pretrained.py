@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_l0
 from common.data import load_digits
+from common.figures import plot_curves, save_figure
 from common.residual import ResidualNetwork
-from pyro_l0.plots import plot_curves, save_figure
 from pyro_l0.pruning import Training
 
 __all__ = ["Options", "Row", "main"]
