@@ -8,17 +8,9 @@ import torch
 from torch import nn
 
 from common.bayesian import InputSkipMLP
-from pyro_l0.bayes import (
-    OpenUnits,
-    SpikeSlabPrior,
-    WeightGates,
-    active_weights,
-    bayesian,
-    kl,
-    plain_network,
-)
-from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.nn import NetworkGates
+from common.paths import OpenUnits, WeightGates, active_weights
+from pyro_l0.bayes import SpikeSlabPrior, bayesian, kl
+from pyro_l0.compaction import Shrinker
 
 
 def random_gates(net, share, seed):
@@ -114,24 +106,6 @@ def test_units_are_closed_up_to_twice_the_prior_probability(prior, limit):
             for layer in net.layers:
                 layer.logits.fill_(math.log(probability / (1 - probability)))
         assert all((unit.test_gate == is_open).all() for unit in gates.posterior().values())
-
-
-def test_closed_gates_on_units_compact_a_bayesian_network():
-    """Draws of the compacted network are plain networks of its size."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3), nn.ReLU(), nn.Linear(3, 2))
-    net = bayesian(net, gates="unit").eval()
-    gates = NetworkGates(net)
-    with torch.no_grad():
-        for location in gates.locations():
-            location[0] = -9.0
-    x = torch.randn(3, 1, 4, 4)
-    small = compact(net, gates.test_gates(), x).network
-    torch.testing.assert_close(small(x), net(x))
-    plain = plain_network(small, sample=True)
-    assert plain[0][0].weight.shape == (3, 1, 3, 3)
-    assert plain[3][0].weight.shape == (2, 12)
-    assert not torch.equal(plain(x), plain_network(small, sample=True)(x))
 
 
 def test_open_units_change_nothing():

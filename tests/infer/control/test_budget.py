@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from pyro_l0.infer.target.budget import Budget, first_that, gates_within
-from pyro_l0.infer.target.sparsity_target import BudgetSchedule
+from pyro_l0.infer.control.budget import Budget, first_that, gates_within
+from pyro_l0.infer.control.sparsity_target import BudgetSchedule
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, factor
-from pyro_l0.infer.target.sparsity_target import ActiveTarget
+from pyro_l0.infer.control.sparsity_target import ActiveTarget
 from pyro_l0.nn import L0Gate
 
 

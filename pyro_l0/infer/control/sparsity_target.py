@@ -13,8 +13,8 @@ from torch.distributions import constraints, transform_to
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.expect import expect, expect_count
+from pyro_l0.infer.control.budget import Budget, Cost, gates_within, read_budgets
 from pyro_l0.infer.guides.parameters import GateGuide, check_guide
-from pyro_l0.infer.target.budget import Budget, Cost, gates_within, read_budgets
 
 
 @dataclass(frozen=True)

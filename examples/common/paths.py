@@ -55,16 +55,6 @@ def active_weights(network: nn.Module, example: Tensor) -> dict[str, Tensor]:
 
     Returns:
         True for active weights, by path of each Bayesian layer, in the shape of its weight.
-
-    Example:
-        >>> from pyro_l0.bayes import bayesian
-        >>> net = bayesian(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
-        >>> with torch.no_grad():
-        ...     _ = net[0].logits.copy_(torch.tensor([[1.0, -1.0], [-1.0, -1.0]]))
-        ...     _ = net[2].logits.fill_(1.0)
-        >>> active_weights(net, torch.ones(1, 2))
-        {'0': tensor([[ True, False],
-                [False, False]]), '2': tensor([[ True, False]])}
     """
     slopes = _slopes(network, example, lambda layer: layer.active_prob > 0.5, bias=0.0)
     return {path: slope > 0 for path, slope in slopes.by_layer.items()}
@@ -80,16 +70,6 @@ class WeightGates:
     Args:
         network: The result of :func:`~pyro_l0.bayes.bayesian`, with :class:`OpenUnits` where units may be removed.
         example: A batch of inputs.
-
-    Example:
-        >>> from pyro_l0.bayes import OpenUnits, bayesian
-        >>> from pyro_l0.compaction import Shrinker
-        >>> hidden, output = nn.Linear(4, 3), nn.Linear(3, 2)
-        >>> mlp = nn.Sequential(OpenUnits(4), hidden, nn.ReLU(), OpenUnits(3), output)
-        >>> net = bayesian(mlp)
-        >>> example = torch.ones(1, 4)
-        >>> optimiser = torch.optim.Adam(net.parameters())
-        >>> shrinker = Shrinker(net, WeightGates(net, example), example, optimiser)
     """
 
     def __init__(self, network: nn.Module, example: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The known posterior of every design: python tests/bench/posteriors/posterior_references.py [--design TEXT]
+"""The known posterior of every design: python tests/posterior_references.py [--design TEXT]
 
 Gaussian designs are enumerated whenever they are asked for. The others take minutes, so their numbers are kept in
 ``posterior_references.json`` beside this file, which this command writes anew: inclusion probabilities and moments of
@@ -19,7 +19,7 @@ from pathlib import Path
 import pyro
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pyro.distributions import Beta
 
