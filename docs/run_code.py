@@ -54,7 +54,8 @@ class Program(NamedTuple):
 def pages() -> list[Path]:
     """README.md, and the docs' pages."""
     found = (ROOT / "docs").rglob("*.md")
-    return [ROOT / "README.md", *sorted(page for page in found if not {"_build", "lab"} & set(page.parts))]
+    left_out = {"_build", "lab"}
+    return [ROOT / "README.md", *sorted(page for page in found if not left_out & set(page.relative_to(ROOT).parts))]
 
 
 def programs(page: Path, with_cells: bool = False) -> Iterator[Program]:

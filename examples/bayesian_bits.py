@@ -33,6 +33,7 @@ from common.bayesian import fit
 from common.bits import bit_precision, load_quantised, quantise, save_quantised
 from common.data import Images, load_images
 from common.networks import build
+from common.paths import active_weights
 from common.scores import predictive, scores
 from pyro_l0 import bayes
 from pyro_l0.compaction import load_compacted
@@ -89,7 +90,7 @@ def main(options: Options) -> dict[str, dict[str, float]]:
         optimiser = torch.optim.Adam(trained, LEARNING_RATE)
         fit(net, images, options.steps, optimiser, lambda: bayes.kl(net))
 
-        active = bayes.active_weights(net, images.train_x[:2])
+        active = active_weights(net, images.train_x[:2])
         numbers = {path: int(on.sum()) for path, on in active.items()}
         if not any(numbers.values()):
             raise ValueError("Expected some weights to stay, but all gates closed; raise prior_active_prob.")

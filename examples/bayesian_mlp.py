@@ -34,11 +34,12 @@ from torch import Tensor, nn
 from common.bayesian import InputSkipMLP, fit
 from common.cifar import load_cifar
 from common.data import Images, load_images
+from common.figures import plot_curves, save_figure
+from common.paths import WeightGates, active_weights
 from common.scores import auroc, predictive, reliability, scores
 from common.sweep import spread
 from pyro_l0 import bayes
 from pyro_l0.compaction import Shrinker
-from pyro_l0.plots import plot_curves, save_figure
 
 __all__ = ["Options", "main"]
 
@@ -112,12 +113,12 @@ def _run(images: Images, options: Options, seed: int) -> dict[str, Row]:
     net = bayes.bayesian(network(), bayes.SpikeSlabPrior(options.prior_active_prob))
     groups = [(p, GATE_RATE if name.endswith("logits") else SLAB_RATE) for name, p in net.named_parameters()]
     optimiser = torch.optim.Adam({"params": p, "lr": rate} for p, rate in groups)
-    shrinker = Shrinker(net, bayes.WeightGates(net, example), example, optimiser, patience=2)
+    shrinker = Shrinker(net, WeightGates(net, example), example, optimiser, patience=2)
     fit(net, images, options.steps, optimiser, lambda: bayes.kl(net), shrinker.step)
-    _fix_gates(net, bayes.active_weights(net, example))
+    _fix_gates(net, active_weights(net, example))
     fit(net, images, max(1, options.steps // 5), optimiser, lambda: bayes.kl(net), shrinker.step)
 
-    active = bayes.active_weights(net, example)
+    active = active_weights(net, example)
     weights = float(sum(int(on.sum()) for on in active.values()))
     draws = [bayes.plain_network(net, sample=True, keep=active) for _ in range(options.draws)]
     methods: dict[str, tuple[Sequence[nn.Module], Row]] = {

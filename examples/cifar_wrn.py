@@ -8,7 +8,7 @@ papers' tables: docs/papers.md has the commands.
 Gates have a learning rate of their own: at the weights' rate of 0.1 they hardly move. The defaults are for the paper's
 WRN-28-10. In narrow networks a map has fewer weights to pay for and more noise at its gate: for a width of 1 take
 ``--lam 0.3 --gate-learning-rate 1``; at 30 noise closes half of the maps in the first epoch, see
-docs/lab/results_journal.md.
+docs/lab/results_tables.md.
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error on test and training images, open maps and expected
 multiply-adds over the epochs, Figure 4 of the paper), the compacted network and ``checkpoint.pt``, from which

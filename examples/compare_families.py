@@ -22,10 +22,10 @@ from typing import Any, Literal, get_args
 import torch
 
 import mnist
+from common.figures import save_figure
 from common.networks import FamilyName
 from common.plots import plot_frontier
 from common.sweep import results
-from pyro_l0.plots import save_figure
 
 __all__ = ["Options", "main"]
 

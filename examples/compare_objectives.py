@@ -27,12 +27,12 @@ import torch
 from tqdm import tqdm
 
 from common.data import Images, load_digits
+from common.figures import figure_axes, plot_curves, save_figure
 from common.mnist_run import Options as RunOptions
 from common.mnist_run import Run
 from common.sweep import write_json
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.plots import figure_axes, plot_curves, save_figure
 
 __all__ = ["Options", "main", "rate_without_data"]
 

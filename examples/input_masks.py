@@ -31,9 +31,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from common.data import load_digits
+from common.figures import figure_axes, plot_curves, save_figure
 from common.sweep import spread
 from pyro_l0.nn import L0Gate
-from pyro_l0.plots import figure_axes, plot_curves, plot_gates, save_figure
+from pyro_l0.plots import plot_gates
 
 __all__ = ["Options", "Result", "main"]
 

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.data import load_digits
+from common.figures import figure_axes, plot_bars, save_figure
 from common.sweep import spread
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn.lora import compact_lora_ranks, gate_lora_ranks
-from pyro_l0.plots import figure_axes, plot_bars, save_figure
 
 __all__ = ["Options", "Result", "main"]
 

@@ -33,11 +33,12 @@ import torch
 
 from common.averages import retrain
 from common.data import load_images
+from common.figures import save_figure
 from common.gated_run import train
 from common.mnist_run import Options, Run, check, describe
 from common.plots import plot_gate_shares, plot_history
 from common.sweep import write_json
-from pyro_l0.plots import plot_gates, save_figure
+from pyro_l0.plots import plot_gates
 from pyro_l0.training import process_group
 
 __all__ = ["Options", "Run", "describe", "main"]

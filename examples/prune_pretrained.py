@@ -6,7 +6,7 @@ the part of the budget that the network uses.
 
 ``python examples/prune_pretrained.py`` takes a minute on one core. With seed 1 the dense network has an error of 1.1 %.
 Expect 0.5 to 2 % with half or 30 % of the multiply-adds. So few steps are not enough for a twentieth: 12, 18 and 29 %
-with seeds 3, 2 and 1. How importance scores do in as many steps is in ``tests/bench/pruning/bench_pruning.py``.
+with seeds 3, 2 and 1. How importance scores do in as many steps is in ``docs/results.md``.
 
 Writes ``pruned.md``, ``pruned.png`` and the pruned networks to ``--out``. A killed command goes on from there with
 ``--resume``.
@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_l0
 from common.data import load_digits
+from common.figures import plot_curves, save_figure
 from common.residual import ResidualNetwork
-from pyro_l0.plots import plot_curves, save_figure
 from pyro_l0.pruning import Training
 
 __all__ = ["Options", "Row", "main"]

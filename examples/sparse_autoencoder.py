@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data import load_digits
-from pyro_l0.infer.target.sparsity_target import ActiveTarget
+from common.figures import figure_axes, plot_bars, plot_curves, save_figure
+from pyro_l0.infer.control.sparsity_target import ActiveTarget
 from pyro_l0.nn import L0Gate
-from pyro_l0.plots import figure_axes, plot_bars, plot_curves, save_figure
 
 __all__ = ["Options", "Row", "main"]
 

@@ -43,10 +43,10 @@ import torch
 from sklearn.datasets import load_diabetes
 from tqdm import trange
 
+from common.figures import figure_axes, plot_bars, save_figure
 from common.sweep import write_json
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
-from pyro_l0.plots import figure_axes, plot_bars, save_figure
 
 __all__ = ["Options", "Posterior", "enumerate_subsets", "fit", "load", "main", "make_model"]
 

@@ -35,11 +35,11 @@ from torch.distributions import Distribution, kl_divergence
 from torch.distributions.relaxed_bernoulli import LogitRelaxedBernoulli
 
 from common.data import load_images
+from common.figures import save_figure
 from common.plots import plot_images
 from common.sweep import spread
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer.elbo.estimators import EstimatorName, Estimators, Evaluation, leave_one_out
-from pyro_l0.plots import save_figure
 
 __all__ = ["Options", "Result", "Vae", "main"]
 

@@ -1,41 +1,29 @@
-"""Pictures of trainings, gates and posteriors with matplotlib (``pip install matplotlib``).
+"""Pictures of gates and posteriors with matplotlib (``pip install matplotlib``).
 
 Every function takes arrays or tensors, draws into given axes or a new figure, and returns the axes. Colour-blind
-readers can tell the colours apart, and markers, lines and hatches survive a greyscale print.
+readers can tell the colours apart, and markers and lines survive a greyscale print.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
-    from matplotlib.figure import Figure, SubFigure
 
     from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = [
-    "figure_axes",
-    "plot_bars",
-    "plot_credible_sets",
-    "plot_curves",
-    "plot_density",
-    "plot_gates",
-    "plot_inclusion",
-    "save_figure",
-]
+__all__ = ["plot_credible_sets", "plot_density", "plot_gates", "plot_inclusion"]
 
 Array = NDArray[np.float64]
 # Okabe and Ito's palette; neighbours differ in lightness.
 COLOURS = ("#0072B2", "#E69F00", "#000000", "#56B4E9", "#D55E00", "#CC79A7", "#009E73")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
-_DOTS_PER_INCH = 110
 
 
 def series(index: int) -> dict[str, Any]:
@@ -53,177 +41,6 @@ def as_array(values: ArrayLike) -> Array:
     if hasattr(values, "detach"):
         values = values.detach().cpu()
     return np.asarray(values, dtype=float)
-
-
-def figure_axes(rows: int = 1, columns: int = 1, **options: Any) -> Any:
-    """Make axes in a new figure with space for their labels.
-
-    Args:
-        rows: number of rows of axes.
-        columns: number of columns of axes.
-        options: further arguments of ``matplotlib.pyplot.subplots``, such as ``figsize`` in inches.
-
-    Returns:
-        One of matplotlib's axes, or an array of them.
-
-    Example:
-        >>> left, right = figure_axes(1, 2, figsize=(9, 3))
-    """
-    import matplotlib.pyplot as plt  # an extra
-
-    return plt.subplots(rows, columns, layout="constrained", **options)[1]
-
-
-def save_figure(drawn: Axes | Figure | SubFigure | Sequence[Axes], path: Path | str) -> None:
-    """Write the figure of some axes to a file, and close it.
-
-    Args:
-        drawn: a figure, or the axes that a function of this module returned.
-        path: the file; its ending chooses the format.
-
-    Example:
-        >>> import tempfile
-        >>> from pyro_l0.plots import figure_axes
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_figure(figure_axes(1, 2), f"{folder}/two.png")
-    """
-    import matplotlib.pyplot as plt  # an extra
-
-    first: Any = np.ravel(np.asarray(drawn, dtype=object))[0]
-    figure = first if hasattr(first, "savefig") else first.figure
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
-    plt.close(figure)
-
-
-def scale(axes: Axes, x: Literal["linear", "log"] = "linear", y: Literal["linear", "log"] = "linear") -> None:
-    """Set the scales; logarithmic ones have plain numbers at their ticks."""
-    axes.set(xscale=x, yscale=y)
-    for axis, wanted, limits in ((axes.xaxis, x, axes.get_xlim()), (axes.yaxis, y, axes.get_ylim())):
-        if wanted == "log":
-            axis.set_major_formatter("{x:,g}")
-            axis.set_minor_formatter(_between(limits[1] / limits[0]))
-
-
-def _between(width: float) -> Callable[[float, float], str]:
-    """Numbers at the ticks between powers of ten: within a decade there may be no such power, and all don't fit."""
-    digits = "123456789" if width < 4 else "235" if width < 10 else ""
-    return lambda value, _: f"{value:,g}" if f"{value:e}"[0] in digits else ""
-
-
-_HATCHES = ("", "///", "...", "xxx", "\\\\\\")
-
-
-def plot_curves(
-    curves: Mapping[str, ArrayLike],
-    x: ArrayLike | None = None,
-    *,
-    xlabel: str,
-    ylabel: str,
-    title: str = "",
-    spreads: Mapping[str, ArrayLike] | None = None,
-    lines: Mapping[str, float] | None = None,
-    xscale: Literal["linear", "log"] = "linear",
-    yscale: Literal["linear", "log"] = "linear",
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw curves by name, each with a colour, a marker and a line of its own.
-
-    Args:
-        curves: by name, numbers of shape ``(n,)`` over ``x``, or x and y of shape ``(2, n)``. A curve with an empty
-            name gets no legend.
-        x: shape ``(n,)``; 1, 2, 3 and so on if not given.
-        xlabel: what is on the x axis, with its unit.
-        ylabel: what is on the y axis, with its unit.
-        title: title of the picture.
-        spreads: by name of a curve, half the length of its error bars, shape ``(n,)``, in the unit of y.
-        lines: levels to compare with, by name, drawn across the picture.
-        xscale: linear, or logarithmic with plain numbers at the ticks.
-        yscale: the same for y.
-        axes: one of matplotlib's axes; a new figure if not given.
-
-    Returns:
-        The axes.
-
-    Example:
-        >>> losses = {"train": [0.9, 0.4], "test": [1.0, 0.6]}
-        >>> axes = plot_curves(losses, xlabel="epoch", ylabel="loss, nats")
-        >>> [line.get_label() for line in axes.lines]
-        ['train', 'test']
-    """
-    axes = figure_axes(figsize=(5.5, 3.6)) if axes is None else axes
-    for index, (name, values) in enumerate(curves.items()):
-        at, y = _points(values, x)
-        style = series(index) | {"markevery": max(1, len(y) // 10), "label": name or None}
-        if spreads is not None and name in spreads:
-            axes.errorbar(at, y, as_array(spreads[name]), capsize=3, **style)
-        else:
-            axes.plot(at, y, **style)
-    for name, level in (lines or {}).items():
-        axes.axhline(level, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=name)
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    scale(axes, xscale, yscale)
-    axes.grid(alpha=0.3)
-    if lines or any(curves):
-        axes.legend(fontsize="small")
-    return axes
-
-
-def plot_bars(
-    groups: Mapping[str, ArrayLike],
-    names: Sequence[str],
-    *,
-    ylabel: str,
-    title: str = "",
-    spreads: Mapping[str, ArrayLike] | None = None,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw bars side by side, hatched so that greyscale tells them apart.
-
-    Args:
-        groups: by name, the heights, shape ``(n,)``.
-        names: the n names below the bars.
-        ylabel: what the heights are, with their unit.
-        title: title of the picture.
-        spreads: by name of a group, half the length of its error bars, shape ``(n,)``.
-        axes: one of matplotlib's axes; a new figure if not given.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: a group has another number of heights than there are names.
-
-    Example:
-        >>> probs = {"exact": [0.9, 0.2], "guide": [0.8, 0.3]}
-        >>> axes = plot_bars(probs, ["age", "bmi"], ylabel="inclusion probability")
-        >>> [float(bar.get_height()) for bar in axes.patches]
-        [0.9, 0.2, 0.8, 0.3]
-    """
-    axes = figure_axes(figsize=(0.6 * len(names) + 2.5, 3.4)) if axes is None else axes
-    width = 0.8 / max(1, len(groups))
-    for index, (name, values) in enumerate(groups.items()):
-        heights = as_array(values)
-        if heights.shape != (len(names),):
-            raise ValueError(f"Expected {len(names)} heights of {name!r}, one a name, but got shape {heights.shape}.")
-        at = np.arange(len(names)) + width * (index - (len(groups) - 1) / 2)
-        error = None if spreads is None or name not in spreads else as_array(spreads[name])
-        colour, hatch = COLOURS[index % len(COLOURS)], _HATCHES[index % len(_HATCHES)]
-        style: dict[str, Any] = {"color": colour, "alpha": 0.75, "hatch": hatch}
-        axes.bar(at, heights, 0.92 * width, yerr=error, capsize=3, label=name, edgecolor="white", **style)
-    axes.axhline(0, color="0.2", linewidth=0.8)
-    axes.set_xticks(np.arange(len(names)), names)
-    axes.set(ylabel=ylabel, title=title)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize="small")
-    return axes
-
-
-def _points(values: ArrayLike, x: ArrayLike | None) -> tuple[Array, Array]:
-    """x and y of a curve."""
-    found = as_array(values)
-    if found.ndim == 2:
-        return found[0], found[1]
-    return np.arange(1.0, 1.0 + found.size) if x is None else as_array(x), found
 
 
 def plot_gates(
@@ -261,7 +78,7 @@ def plot_gates(
         raise ValueError(f"Expected gates in [0, 1], but {name or 'the site'} has others or none.")
     if image is not None and shape is None:
         shape = as_array(image).shape
-    axes = figure_axes(figsize=(3.4, 3.2) if shape else (4.5, 3)) if axes is None else axes
+    axes = _new_axes(figsize=(3.4, 3.2) if shape else (4.5, 3)) if axes is None else axes
     opened = int((values != 0).sum())
     if shape is None:
         axes.bar(np.arange(1, values.size + 1), np.sort(values)[::-1], width=1.0, color=COLOURS[0])
@@ -297,7 +114,7 @@ def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None =
         >>> [round(float(bar.get_height()), 3) for bar in axes.patches]
         [0.168, 0.168]
     """
-    axes = figure_axes(figsize=(4.5, 3)) if axes is None else axes
+    axes = _new_axes(figsize=(4.5, 3)) if axes is None else axes
     z = gate.log_prob_zero.new_tensor(np.linspace(0.002, 0.998, 400))
     axes.plot(z.numpy(), as_array(gate.log_prob(z).exp()), color=COLOURS[0], label="density")
     atoms = as_array(gate.log_prob_zero.exp()), as_array(gate.log_prob_one.exp())
@@ -345,7 +162,7 @@ def plot_inclusion(
         raise ValueError(f"Expected active_probs in [0, 1], but got values from {probs.min()} to {probs.max()}.")
     low, high = _like(probs, lower=lower, upper=upper)
     labels = [str(i) for i in range(len(probs))] if names is None else [str(name) for name in names]
-    axes = figure_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True) if axes is None else axes
+    axes = _new_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True) if axes is None else axes
     left, right = axes
     rows = np.arange(len(probs))
     left.barh(rows, probs, color=COLOURS[0])
@@ -394,7 +211,7 @@ def plot_credible_sets(
     if shown.min() < 0 or shown.max() >= len(matrix):
         raise ValueError(f"Expected numbers of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")
     side = 0.3 * len(shown) + 2
-    axes = figure_axes(1, 1, figsize=(side + 1, side)) if axes is None else axes
+    axes = _new_axes(1, 1, figsize=(side + 1, side)) if axes is None else axes
     image = axes.imshow(matrix[np.ix_(shown, shown)], vmin=-1, vmax=1, cmap="PuOr_r")
     axes.figure.colorbar(image, ax=axes, label="correlation")
     labels = [str(i) if names is None else str(names[i]) for i in shown]
@@ -420,3 +237,10 @@ def _like(probs: Array, **others: ArrayLike) -> list[Array]:
         if x.shape != probs.shape:
             raise ValueError(f"Expected {name} of the shape of active_probs, {probs.shape}, but got {x.shape}.")
     return list(found.values())
+
+
+def _new_axes(rows: int = 1, columns: int = 1, **options: Any) -> Any:
+    """Axes in a new figure with space for their labels; options are those of matplotlib's ``subplots``."""
+    import matplotlib.pyplot as plt  # an extra
+
+    return plt.subplots(rows, columns, layout="constrained", **options)[1]

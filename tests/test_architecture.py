@@ -27,7 +27,7 @@ MAY_IMPORT = {
 INFER_MAY_IMPORT = {
     "elbo": {"guides"},
     "guides": set(),
-    "target": {"guides"},
+    "control": {"guides"},
     "posterior": {"elbo", "guides"},
 }
 # Extras, and what takes seconds to import, which are imported where they are used; and the one call against the

@@ -10,7 +10,7 @@ from torch import nn
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import Shrinker
 from pyro_l0.diagnostics import diagnose, to_arviz
-from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient
+from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, check_fit, fit, sample_posterior
 from pyro_l0.infer.reparam import complete_samples
 from pyro_l0.nn import L0Gate, NetworkCost
@@ -34,13 +34,6 @@ def model(x=None):
     with pyro.plate("gates", 2):
         z, w = pyro.sample("z", BernoulliGate(logits=0.0)), pyro.sample("w", dist.Normal(0.0, 1.0))
     return pyro.sample("y", dist.Normal((z * w).sum(-1), 1.0), obs=torch.tensor(0.3))
-
-
-def only_gates():
-    """A model with two gates alone."""
-    with pyro.plate("gates", 2):
-        z = pyro.sample("z", BernoulliGate(logits=0.0))
-    return pyro.sample("y", dist.Normal(z.sum(-1), 1.0), obs=torch.tensor(0.3))
 
 
 def guide(family=AutoSpikeSlab, model=model):
@@ -99,10 +92,6 @@ CALLS = {
         measure_gradient,
         lambda: dict(elbo=L0_ELBO("l0"), model=model, guide=guide(AutoGate), draws=3),
     ),
-    "exact_gradient": (
-        exact_gradient,
-        lambda: dict(elbo=L0_ELBO("l0"), model=only_gates, guide=guide(AutoGate, only_gates)),
-    ),
     "to_arviz": (to_arviz, lambda: dict(posterior=guide(), model=model, draws=3)),
     "BernoulliGate": (BernoulliGate, lambda: dict(logits=torch.zeros(2))),
     "HardConcrete.from_active_prob": (HardConcrete.from_active_prob, lambda: dict(active_prob=0.5)),
@@ -129,7 +118,6 @@ CHECKED = {
     "Shrinker": "guide threshold patience",
     "diagnose": "target steps_left",
     "measure_gradient": "elbo draws exact",
-    "exact_gradient": "elbo guide",
     "to_arviz": "slab draws coords dims",
     "BernoulliGate": "validate_args",
     "HardConcrete.from_active_prob": "active_prob one_given_active",

@@ -5,6 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.bench.pruning import bench_pruning, zoo
+from tests.engine.zoo.libraries import LIBRARIES
 
 BENCH = Path(__file__).parent / "bench"
 pytestmark = pytest.mark.slow
@@ -47,3 +51,33 @@ def test_every_part_for_a_gpu_runs_and_continues_where_it_stopped(tmp_path):
     assert "Equality in float64" in printed
     for row in ("| MLP, float32, eager |", "| WRN-28-10, bfloat16, compile |"):
         assert row in printed
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, random images
+def test_pruning_is_measured_once(tmp_path, monkeypatch, capsys):
+    """A row for each budget, the same when what is in the folder is read again."""
+    torch.manual_seed(0)
+    x, y = torch.randn(500, 1, 28, 28), torch.randint(10, (500,))
+    data = bench_pruning.Problem("mlp", bench_pruning.Shuffled(x, y, 10, bench_pruning.PASS), x[:50], y[:50])
+    monkeypatch.setattr(bench_pruning, "problem", lambda *_: data)
+    monkeypatch.setattr(bench_pruning, "STEPS", 100)
+    monkeypatch.setitem(bench_pruning.DENSE_STEPS, "mlp", 30)
+    tables = []
+    for more in ([], ["--table"]):
+        options = ["--out", str(tmp_path), "--network", "mlp", "--budget", "0.5", "0.3", "--seeds", "0", *more]
+        monkeypatch.setattr(sys, "argv", ["bench_pruning.py", *options])
+        bench_pruning.main()
+        tables.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("|")])
+    assert tables[0] == tables[1]
+    assert [line.split()[3] for line in tables[0][2:]] == ["0.5", "0.3"]
+    assert all(0.9 < float(line.split("|")[-3]) <= 1 for line in tables[0][2:])
+
+
+@pytest.mark.parametrize(("tool", "cuts"), [("ours", ["equal", "unequal"]), ("zeros", [])])
+def test_a_network_of_a_library_is_cut(tool, cuts):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    network, inputs = LIBRARIES["transformers"]()["BertForSequenceClassification"]()
+    *_, line = zoo.TOOLS[tool](network.eval(), inputs)
+    assert line["at"] == "end"
+    assert all(found["difference"] < zoo.EXACT < found["spread"] for found in [line[cut] for cut in cuts] or [line])

@@ -73,8 +73,6 @@ def imported(folder):
         "pyro": "pyro-ppl",
         "torch_pruning": "torch-pruning",
         "millipede": "millipede-regression",
-        "cooper": "cooper-optim",
-        "l0": "l0-python",
         "PIL": "pillow",
     }
     return {known.get(name, name) for name in names - own - set(sys.stdlib_module_names)}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data import Images
-from pyro_l0.bayes import OpenUnits
+from common.paths import OpenUnits
 
 __all__ = ["InputSkipMLP", "fit"]
 

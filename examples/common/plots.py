@@ -11,7 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
-from pyro_l0.plots import COLOURS, Array, as_array, figure_axes, plot_curves, save_figure, scale, series
+from common.figures import figure_axes, plot_curves, save_figure, scale
+from pyro_l0.plots import COLOURS, Array, as_array, series
 
 __all__ = [
     "plot_circuit",

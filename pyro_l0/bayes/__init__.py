@@ -1,14 +1,10 @@
 """Bayesian networks whose weights can be exactly zero, trained by the spike-and-slab ELBO (Louizos et al., Eq. 20)."""
 
 from pyro_l0.bayes.network import BayesianLayer, SpikeSlabPrior, bayesian, kl, plain_network
-from pyro_l0.bayes.paths import OpenUnits, WeightGates, active_weights
 
 __all__ = [
     "BayesianLayer",
-    "OpenUnits",
     "SpikeSlabPrior",
-    "WeightGates",
-    "active_weights",
     "bayesian",
     "kl",
     "plain_network",

@@ -265,8 +265,7 @@ def plain_network(network: nn.Module, *, sample: bool = False, keep: Mapping[str
         network: The result of :func:`bayesian`; gates on units stay, for :func:`~pyro_l0.compaction.compact`.
         sample: Whether to draw the weights from the posterior, gates included. By default they are those of the median
             probability model: the slab's mean where the gate is more likely open than closed.
-        keep: The weights that are not zero, by path of each Bayesian layer, such as the result of
-            :func:`active_weights`; they replace the gates.
+        keep: The weights that are not zero, by path of each Bayesian layer; they replace the gates.
 
     Returns:
         The plain copy.

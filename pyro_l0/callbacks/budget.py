@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import SparsityTarget
-from pyro_l0.infer.target.budget import Cost
-from pyro_l0.infer.target.sparsity_target import OnBudget
+from pyro_l0.infer.control.budget import Cost
+from pyro_l0.infer.control.sparsity_target import OnBudget
 from pyro_l0.nn import NetworkCost, NetworkGates
 from pyro_l0.nn.engine import Example
 from pyro_l0.training.processes import average_gradients

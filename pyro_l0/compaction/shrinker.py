@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, TypedDict, cast
+from typing import NamedTuple, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -87,8 +84,8 @@ class Shrinker:
 
     The network remains the same module, with its methods, hooks, ``no_grad`` blocks, code for training and
     checkpointing, and its parameters remain the same objects: their values, gradients and optimiser states are cut.
-    Before that, a copy is cut and certified to have the same outputs and gradients. An interrupt waits until this is
-    done.
+    Before that, a copy is cut and certified to have the same outputs and gradients. If an interrupt comes between the
+    first cut and the last, go on from a checkpoint.
 
     Args:
         network: any module with gates; changed in place.
@@ -265,21 +262,20 @@ class Shrinker:
         constants = [None if example is None else constants_of(one.network, plan, calls_of(example)) for one in copies]
         units = {change.site: torch.tensor(change.units, dtype=torch.long) for change in plan.changes.values()}
         gone = [site for site, index in units.items() if not len(index)]
-        with _interrupts_wait():
-            for one, constant in zip(copies, constants, strict=True):
-                apply_in_place(one.network, plan, constant, self.optimiser if one is self.main else None)
-                replaced = one.guide.keep(units)
-                if one is self.main:
-                    move(self.optimiser, replaced)
-            for site, index in units.items():
-                self._remaining[site] = self._remaining[site][index]
-                self._streaks[site] = self._streaks[site][index]
-            for site in gone:
-                del self._remaining[site], self._streaks[site]
-            if self.elbo is not None:
-                self.elbo.drop(gone)
-                self.elbo.square_norm = self._norms(self.main.network)
-            self._plans.append(plan)
+        for one, constant in zip(copies, constants, strict=True):
+            apply_in_place(one.network, plan, constant, self.optimiser if one is self.main else None)
+            replaced = one.guide.keep(units)
+            if one is self.main:
+                move(self.optimiser, replaced)
+        for site, index in units.items():
+            self._remaining[site] = self._remaining[site][index]
+            self._streaks[site] = self._streaks[site][index]
+        for site in gone:
+            del self._remaining[site], self._streaks[site]
+        if self.elbo is not None:
+            self.elbo.drop(gone)
+            self.elbo.square_norm = self._norms(self.main.network)
+        self._plans.append(plan)
         if self.on_shrink is not None:
             self.on_shrink()
         elif distributed.is_available() and distributed.is_initialized():
@@ -293,26 +289,6 @@ class Shrinker:
         if self.elbo is None or not self.elbo.square_norm:
             return {}
         return square_norms(network, cast(Tensor, self.example))
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """A context at whose end signals are handled that arrive in it; Python handles them in the main thread alone."""
-    arrived: list[tuple[Any, ...]] = []
-    handlers: dict[signal.Signals, Any] = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in signal.valid_signals():
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    handlers[number] = handler
-                    signal.signal(number, lambda *given: arrived.append(given))
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for given in arrived:
-            handlers[given[0]](*given)
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -7,17 +7,15 @@ import hashlib
 import json
 import math
 import os
-import platform
 import secrets
 import shutil
 import stat
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from pyro_l0.compaction.apply import apply_in_place
@@ -27,12 +25,6 @@ from pyro_l0.expect import expect
 from pyro_l0.nn.engine.record import copied
 
 __all__ = ["Compacted", "hold", "load_compacted", "replace_file"]
-
-
-if sys.platform != "win32":
-    import fcntl
-
-_held: set[Path] = set()  # by this process, which the kernel gives a lock twice, and takes both with the first to go
 
 
 def replace_file(target: Path, data: bytes | memoryview, previous: Path | None = None) -> None:
@@ -79,45 +71,19 @@ def replace_file(target: Path, data: bytes | memoryview, previous: Path | None =
 
 @contextlib.contextmanager
 def hold(target: Path) -> Iterator[None]:
-    """A context in which no other process holds a file; ``target.lock`` beside it says who does.
-
-    The kernel holds the lock and lets go when the process ends, however it ends: a lock file that stays behind stops
-    nobody. Workers that the process starts do not hold it.
-    """
-    if sys.platform == "win32":
+    """A context in which no other run holds a file; the lock is ``target.lock`` beside it, which stays."""
+    lock = FileLock(target.with_name(f"{target.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"Expected {str(target)!r} to be a file that no other run writes, but one holds it; wait until that run "
+            "has ended, or choose another file."
+        ) from None
+    try:
         yield
-        return
-    lock = target.parent.resolve() / f"{target.name}.lock"
-    refusal = f"Expected {str(target)!r} to be a file that no other run writes, but %s holds it; wait until that run "
-    refusal += "has ended, or choose another file."
-    if lock in _held:
-        raise ValueError(refusal % "a run of this process")
-    while True:
-        # A link in its place is not followed.
-        file = open(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")  # noqa: SIM115
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            with file:
-                raise ValueError(refusal % (file.read(200).strip() or "another process")) from None
-        except OSError as error:
-            text = f"{target}: its file system has no locks ({error.strerror}); let no second run write it."
-            warnings.warn(text, stacklevel=3)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
-                break
-        file.close()  # of a run that has ended meanwhile
-    with file:
-        _held.add(lock)
-        try:
-            file.truncate(0)
-            file.seek(0)
-            file.write(f"process {os.getpid()} on {platform.node()}")
-            file.flush()
-            yield
-        finally:
-            _held.remove(lock)
-            lock.unlink(missing_ok=True)
+    finally:
+        lock.release()
 
 
 # What the file's header says beside the tensors.

@@ -28,11 +28,11 @@ from pyro_l0.diagnostics.sites import (
     untouched,
 )
 from pyro_l0.expect import expect
+from pyro_l0.infer.control.sparsity_target import SparsityTarget
 from pyro_l0.infer.elbo.coefficients import by_site
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.elbo.terms import TERMS
 from pyro_l0.infer.guides.parameters import GateGuide, check_guide
-from pyro_l0.infer.target.sparsity_target import SparsityTarget
 from pyro_l0.nn.fixed import fix_gates
 
 

@@ -20,12 +20,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.infer.control.sparsity_target import closing_locations
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.parameters import GateGuide
 from pyro_l0.infer.record import Record
 from pyro_l0.infer.runs import Watch, forked_generators
-from pyro_l0.infer.target.sparsity_target import closing_locations
 
 Loss = Callable[..., Tensor]
 AnyOptimiser = Optimizer | PyroOptim

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
@@ -14,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 import torch
 from pyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Transform, biject_to, constraints, transform_to
+from torch.distributions import Distribution, SigmoidTransform, biject_to, constraints, transform_to
 from torch.types import _size
 
 from pyro_l0.expect import expect
@@ -537,14 +535,15 @@ def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
     )
 
 
-def _transform_to_start(support: constraints.Constraint) -> Transform:
-    """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
-    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    if "pyro.infer.autoguide.initialization" in callers:
-        transform: Transform = transform_to(constraints.unit_interval)
-        return transform
-    return _refuse_to_transform(support)
+class _Start(SigmoidTransform):
+    """Gives a gate's first value: a sampler draws it before it sees the reparameterisation. Nothing learns by it."""
+
+    def _call(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            _refuse_to_transform(GateDistribution.support)
+        value: Tensor = super()._call(x)  # type: ignore[no-untyped-call]
+        return value
 
 
 biject_to.register(GateSupport, _refuse_to_transform)
-transform_to.register(GateSupport, _transform_to_start)
+transform_to.register(GateSupport, lambda support: _Start())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import pyro
 import torch
@@ -253,7 +251,8 @@ def refuse_without_likelihood(
 ) -> None:
     """Refuse a model without a likelihood that seems meant to have one: its loss would be the price of its gates alone.
 
-    A model that takes no data, has no network and returns no more than its draws may be meant as a prior.
+    A model that takes no data, calls no network and returns no more than its draws may be meant as a prior. Whether it
+    calls one shows in a further run.
     """
     found = None
     for x in _leaves(returned):
@@ -262,8 +261,11 @@ def refuse_without_likelihood(
             found = f"returns {what}; what a model returns is no part of the loss"
     if found is None and any(isinstance(x, Tensor) for x in _leaves([args, kwargs])):
         found = "is given data"
-    if found is None and any(p.requires_grad for module in _modules(model) for p in module.parameters()):
-        found = "has parameters to train"
+    if found is None:
+        with Record(sites), _Parameters() as taken:
+            model(*args, **kwargs)
+        if taken.found:
+            found = "has parameters to train"
     if found is not None:
         raise ValueError(
             f"Expected a likelihood, but the model has no observed site and no factor, and {found}: training would "
@@ -272,19 +274,17 @@ def refuse_without_likelihood(
         )
 
 
-def _modules(model: object) -> Iterator[nn.Module]:
-    """A model that is a module, or the modules that a function uses: its object's, its closure's and its globals."""
-    if isinstance(model, nn.Module):
-        yield model
-    elif isinstance(model, partial):  # also what Pyro's handlers make of a model
-        for x in (model.func, *model.args):
-            yield from _modules(x)
-    elif inspect.isfunction(model) or inspect.ismethod(model):
-        around = inspect.getclosurevars(model)
-        owner = getattr(getattr(model, "__self__", None), "__dict__", {})
-        yield from (x for x in _leaves([around.nonlocals, around.globals, owner]) if isinstance(x, nn.Module))
-    elif inspect.ismethod(call := getattr(model, "__call__", None)):  # noqa: B004
-        yield from _modules(call)
+class _Parameters(TorchFunctionMode):
+    """Notes whether a parameter takes part in a computation."""
+
+    found = False
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        leaves = [x for x in _leaves([args, kwargs]) if isinstance(x, nn.Parameter)]
+        self.found = self.found or any(x.requires_grad for x in leaves)
+        return func(*args, **(kwargs or {}))
 
 
 def check_arguments(args: Args, kwargs: Kwargs) -> None:

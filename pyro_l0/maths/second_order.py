@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from scipy.sparse import csc_array, diags_array
 from torch import Tensor
@@ -174,11 +175,25 @@ class SparseColumns:
         self.square = square  # of each column, sums
 
     @staticmethod
-    def of(matrix: Any, centre: Any, divisor: Any, root: Tensor, square: Any) -> SparseColumns:
-        """From a sparse matrix, shape ``(n, p)``, and sums of squares of its centred columns before the division."""
-        matrix = csc_array(diags_array(root.numpy()) @ matrix)
-        centre, divisor, square = map(torch.from_numpy, (centre, divisor, square))
-        return SparseColumns(matrix, centre, divisor, root, square / divisor.square())
+    def of(matrix: csc_array, centre: Any, weight: Any) -> SparseColumns:
+        """From a sparse matrix, shape ``(n, p)``, and what is subtracted; sums of squares are those with weights."""
+        column = np.repeat(np.arange(len(centre)), np.diff(matrix.indptr))
+        stored = weight[matrix.indices]
+        apart = np.bincount(column, stored * (matrix.data - centre[column]) ** 2, len(centre))
+        square = apart + centre**2 * (weight.sum() - np.bincount(column, stored, len(centre)))
+        subtracted, root = torch.from_numpy(centre), torch.ones(len(weight), dtype=torch.float64)
+        return SparseColumns(matrix, subtracted, torch.ones_like(subtracted), root, torch.from_numpy(square))
+
+    def weighed(self, root: Tensor) -> SparseColumns:
+        """The columns times the roots of the weights, which their sums of squares have."""
+        matrix = csc_array(diags_array(root.numpy()) @ self._matrix)
+        return SparseColumns(matrix, self._centre, self.divisor, root, self.square, self._along)
+
+    def divided(self, divisor: Any) -> SparseColumns:
+        """Each column divided by a number of its own."""
+        by = torch.from_numpy(divisor)
+        divisor, square = self.divisor * by, self.square / by.square()
+        return SparseColumns(self._matrix, self._centre, divisor, self._root, square, self._along)
 
     def shrunk(self, left: Tensor, share: Tensor) -> SparseColumns:
         """The columns as :func:`shrunk` makes them."""

@@ -563,7 +563,7 @@ def _agree(what: str, source: Value | Operation | str, count: float, right: floa
             source = f"{source.name.removeprefix('aten::')} in {source.path or 'the network'}"
         raise ValueError(
             f"Expected to count the {right:,.0f} {what} of {source}, but got {count:,.0f}. "
-            "Please report it with the network, and take a cost of your own meanwhile."
+            "Please report it with the network; meanwhile train it with L0_ELBO, whose group_size you give."
         )
 
 

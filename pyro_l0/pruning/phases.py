@@ -75,8 +75,9 @@ class Training:
         callbacks: are called after every epoch with its entry of the history.
         progress: whether to print every epoch to the standard error.
         checkpoint: a file that is written after epochs, at most for a hundredth of the time, with a SHA-256. The one
-            before stays as ``.previous``; during the run ``.lock`` says which process holds the file.
-        resume: continue from that file, bit for bit, if it exists.
+            before stays as ``.previous``, and ``.lock``, by which a run holds the file.
+        resume: continue from that file, bit for bit, if it exists. A loss of other numbers is refused if it is a module
+            or a ``functools.partial``; any other function goes by its name.
 
     Raises:
         ValueError: a number is out of range, or ``resume`` has no ``checkpoint``.

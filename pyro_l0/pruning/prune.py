@@ -16,7 +16,7 @@ from pyro_l0.callbacks.budget import Budgets
 from pyro_l0.compaction.certificate import refuse_another
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.infer.target.budget import Cost, read_budgets
+from pyro_l0.infer.control.budget import Cost, read_budgets
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.calls import record_example, refuse_computed, refuse_idle, refuse_wrapped
 from pyro_l0.nn.engine import Example, calls_of

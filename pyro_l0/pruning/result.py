@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.infer.target.budget import Cost
-from pyro_l0.infer.target.sparsity_target import TargetReport
+from pyro_l0.infer.control.budget import Cost
+from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.pruning.phases import BatchLoss
 
 __all__ = ["Note", "Pruned", "PruningReport", "largest_unit", "looks_untrained", "notes_on", "notes_on_latency"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,8 +14,8 @@ from pyro_l0.callbacks.budget import Budgets, NetworkBudget
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
-from pyro_l0.infer.target.sparsity_target import TargetReport
+from pyro_l0.infer.control.budget import BudgetTooSmallError, Cost
+from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
@@ -39,7 +37,7 @@ from pyro_l0.pruning.result import FEW_STEPS, looks_untrained
 from pyro_l0.training.epochs import Stream, check_finite, checksum, some_batches
 from pyro_l0.training.processes import average_buffers
 
-__all__ = ["Cut", "Run", "fingerprint"]
+__all__ = ["Cut", "Run", "named"]
 
 _AS_WANTED = "site-collapsed"  # a branch may close
 
@@ -218,8 +216,8 @@ class Run:
             "optimiser": type(optimiser).__name__,
             "schedule": type(self.phase.schedule).__name__,
             "gates": {site: _kind(gate) for site, gate in self.phase.budget.gates.sites.items()},
-            "loss": fingerprint(self.loss.function),
-            "distil": taught and [taught.weight, fingerprint(taught.by) if callable(taught.by) else taught.by],
+            "loss": named(self.loss.function),
+            "distil": taught and [taught.weight, named(taught.by) if callable(taught.by) else taught.by],
             "optimiser's numbers": numbers(options),
         }
 
@@ -286,25 +284,13 @@ def _kind(gate: L0Gate) -> list[str]:
     return [type(gates).__name__, str(gates.batch_shape.numel()), *fixed]
 
 
-def fingerprint(value: object) -> str:
-    """A text that tells a user's function from others: its name, and the names and numbers in its code and around it.
-
-    A module goes by its own text, its numbers and its tensors, any other object by its class.
-    """
+def named(value: object) -> str:
+    """A function or class by its name, with the numbers of a partial function; a module by its text and its numbers."""
     if isinstance(value, partial):
-        return f"{fingerprint(value.func)} of {numbers([value.args, value.keywords])}"
+        return f"{named(value.func)} of {numbers([value.args, value.keywords])}"
     if isinstance(value, nn.Module):
         return f"{value} {numbers(vars(value))} {checksum(value.state_dict())}"
-    name = getattr(value, "__qualname__", type(value).__qualname__)
-    if not isinstance(value, FunctionType):
-        return str(name)
-    around = []
-    for cell in value.__closure__ or ():
-        with suppress(ValueError):  # it is empty
-            around.append(cell.cell_contents)
-    code = value.__code__
-    names = () if value.__module__.startswith("torch.") else code.co_names  # which change from version to version
-    return f"{name} {names} {numbers([code.co_consts, value.__defaults__, value.__kwdefaults__, around])}"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def numbers(value: object, name: str = "") -> list[str]:

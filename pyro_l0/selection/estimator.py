@@ -21,7 +21,10 @@ from sklearn.utils.validation import _check_feature_names_in, _check_sample_weig
 from pyro_l0.expect import expect_count
 from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
-from pyro_l0.selection.design import Columns, Design, check_labels, coded, labels_of, levels_of, make_design, tabular
+from pyro_l0.selection.design.design import Design
+from pyro_l0.selection.design.draft import Draft
+from pyro_l0.selection.design.encode import Encode, check_labels, coded, labels_of, levels_of, tabular
+from pyro_l0.selection.design.noise import root_of
 from pyro_l0.selection.families import Binomial, Family
 from pyro_l0.selection.methods import METHODS, find_posterior
 from pyro_l0.selection.predictive import (
@@ -194,6 +197,17 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05,
                 or that of the mean of a coefficient far from normal above a tenth of its standard deviation.
         """
+        return self._fit(X, y, sample_weight, offset)
+
+    def _fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None,
+        offset: ArrayLike | None,
+        noise_covariance: ArrayLike | None = None,
+    ) -> Self:
+        """As ``fit``, and a linear regression takes a covariance of the noise."""
         self._validate_params()
         parameters = self.get_params(deep=False)
         table = tabular(X)
@@ -202,28 +216,28 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         x, target = self._validated(coded(table, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
         known = _checked_offset(offset, x.shape[0], self._family.outputs, self._output_names())
+        root = None if noise_covariance is None else root_of(noise_covariance, x.shape[0])
         if weight is not None:
             rows, weight = self._counted_rows(weight)
             x, target, known = x[rows], target[rows], None if known is None else known[rows]
-        self._columns = Columns.of(levels, x.shape[1])
+        self._encode = Encode.of(levels, x.shape[1])
         self._group_of = _checked_groups(self.groups, self._names())
-        self._gate_of = self._group_of[self._columns.feature_of]
-        x = self._columns.dummies(x)
         rate = self._checked_rate()
-        design = make_design(
-            x,
-            target,
-            self._family,
-            rate=rate,
-            **{name: parameters[name] for name in _PRIORS if name in parameters},
-            standardize=self.standardize,
-            fit_intercept=self.fit_intercept,
-            gate_of=self._gate_of,
-            factor_of=self._columns.feature_of if levels else None,
+        draft = Draft(
+            family=self._family,
+            x=x,
+            y=target,
             weight=weight,
             offset=known,
-            names=self._column_names(),
+            root=root,
+            names=self._names(),
+            gate_of=self._group_of,
+            rate=rate,
+            **{name: parameters[name] for name in (*_PRIORS, "standardize", "fit_intercept") if name in parameters},
         )
+        self._encode.apply(draft)
+        x, self._gate_of = draft.x, draft.gate_of
+        design = Design(draft)
         seed = seed_of(self.random_state)
         with progress(bool(self.verbose)):
             posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
@@ -232,8 +246,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             self.rate_ = rate
         self._warn_of_chains(x)
         self._data = _Data(x, target, weight, known)
-        # Which gates are always open.
-        self._is_in = np.isin(np.arange(len(self.pip_)), self._gate_of[design.always])
+        # Which gates are always open: a constant feature has none.
+        self._is_in = np.equal(np.nan if rate is None else rate, 1.0) & (self.pip_ > 0)
         self.credible_sets_: list[CredibleSet] = credible_sets(
             open_gates(self.draws_.coefficients, self._gate_of) & ~self._is_in,
             np.where(self._is_in, 0.0, self.pip_),
@@ -298,7 +312,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """
         check_is_fitted(self)
         check_labels(X, self._labels)
-        if not self._columns.levels or not self._get_support_mask().any():
+        if not self._encode.levels or not self._get_support_mask().any():
             return super().transform(X)
         return self._validated_features(X)[:, self._selected_columns()]
 
@@ -310,7 +324,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """
         check_is_fitted(self)
         given = _check_feature_names_in(self, input_features)
-        names = self._columns.names(self._names() if input_features is None else list(given))
+        names = self._encode.names(self._names() if input_features is None else list(given))
         return np.fromiter(names, dtype=object)[self._selected_columns()]
 
     def sample(self, n: int = 1000) -> dict[str, NDArray[Any]]:
@@ -403,8 +417,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Its posterior has the gates ``z``, the coefficients ``coef``, the intercept, the scales and the rate, as in
         ``sample``; slabs of closed gates are not drawn, as they have no effect. There are log likelihoods (in nats) and
         replicated observations ``y``, with classes numbered in the order of ``classes_``, and the inclusion
-        probabilities ``P(z != 0)`` as constant data. A row of weight k appears k times. A Cox regression has no log
-        likelihoods of single observations and no replicated ones, and its observations are ``time`` and ``event``.
+        probabilities ``P(z != 0)`` as constant data. A row of weight k appears k times. A Cox regression, and one with
+        a ``noise_covariance``, has no log likelihoods of single observations and no replicated ones; observations of
+        the former are ``time`` and ``event``.
 
         Raises:
             ValueError: a weight is not whole, or the fit was to summary statistics.
@@ -470,7 +485,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             f"many draws, such as the mean of as many fits with other random_states. Else {drop}, give an "
             "expected_size, or, up to 20 features, use method='enumerate'.",
             ConvergenceWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
@@ -479,9 +494,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.pip_, self.draws_, self.log_evidence_ = raw.active_probs, raw.draws, raw.log_evidence
         self._standard_error = raw.standard_error
         self.coef_, self.coef_sd_ = (self._as_coef(part.reshape(1, -1))[0] for part in (raw.mean, raw.sd))
-        # The problem's own intercept is zero where a flat one was integrated out: then the mean has no sampling error.
-        intercept = found.draws.intercept.mean(0) * design.unit + design.level - design.centre @ raw.mean
-        self.intercept_ = self._as_intercept(intercept[None])[0]
+        self.intercept_ = self._as_intercept(raw.intercept[None])[0]
         for name in ("slab_scale", "noise_scale", "rate"):
             values, known = getattr(raw.draws, name), getattr(design.problem.prior, name)
             if not np.isnan(values).any():
@@ -536,8 +549,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             )
         sparse = "csr" if self._takes_sparse else False
         check_labels(x, self._labels)
-        found = self._finite(coded(tabular(x), self._columns.levels), accept_sparse=sparse, reset=False)
-        return self._columns.dummies(found)
+        found = self._finite(coded(tabular(x), self._encode.levels), accept_sparse=sparse, reset=False)
+        return self._encode.dummies(found)
 
     def _expected(self, x: Array, offset: Array | None) -> Array:
         """Posterior means of new observations, shape ``(m,)`` or ``(m, K)``; of classes, their probabilities."""
@@ -561,7 +574,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _selected_columns(self) -> NDArray[np.bool_]:
         """Which columns of the coefficients belong to selected features."""
-        return self._get_support_mask()[self._columns.feature_of]
+        return self._get_support_mask()[self._encode.feature_of]
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -579,7 +592,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _column_names(self) -> list[str]:
         """Of the coefficients."""
-        return self._columns.names(self._names())
+        return self._encode.names(self._names())
 
     def _gate_names(self) -> list[str]:
         """Of features or groups, which have inclusion probabilities."""

@@ -28,7 +28,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_l0.distributions import HardConcrete
-from pyro_l0.selection.design import check_labels, labels_of
+from pyro_l0.selection.design.encode import check_labels, labels_of
 from pyro_l0.selection.estimator import seed_of
 
 __all__ = ["NeuralFeatureSelector"]

@@ -60,6 +60,7 @@ class SelectionPosterior:
         active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
         mean: means of the coefficients, shape ``(p, K)``.
         sd: standard deviations of the coefficients, shape ``(p, K)``.
+        intercept: means of the intercepts, shape ``(K,)``; that of one that was integrated out has no sampling error.
         log_evidence: log p(y) in nats, or its estimate; NaN for a family whose parameters are
             sampled (negative binomial, ordinal, Student-t, multivariate).
         draws: joint draws.
@@ -70,6 +71,7 @@ class SelectionPosterior:
     active_probs: NDArray[np.float64]
     mean: NDArray[np.float64]
     sd: NDArray[np.float64]
+    intercept: NDArray[np.float64]
     log_evidence: float
     draws: Draws
     standard_error: NDArray[np.float64] | None = None
@@ -86,8 +88,8 @@ class SelectionPosterior:
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
         error = None if standard_error is None else standard_error.numpy()
-        probs = active_probs.numpy()
-        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), log_evidence, draws, error)
+        probs, intercept = active_probs.numpy(), draws.intercept.mean(0)
+        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), intercept, log_evidence, draws, error)
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,8 @@ class Problem:
             regression were multiplied by its square root.
         offset: known part of the linear predictors, shape ``(n, K)``; None if there is none. It was subtracted from y
             of a family with noise.
-        observations: number of observations of a Gaussian regression, less one for a flat intercept; None if it is the
-            number of rows.
+        observations: number of observations of a Gaussian regression, less those that flat priors take; None if it is
+            the number of rows.
         sparse: the features of a Gaussian regression that are sparse; ``x`` then has a shape and no values.
     """
 

@@ -14,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import column_or_1d
 
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
-from pyro_l0.selection.families import Bernoulli, Categorical, Family, Gaussian, Poisson
+from pyro_l0.selection.families import Bernoulli, Categorical, Correlated, Family, Gaussian, Poisson
 from pyro_l0.selection.summary_statistics import Observations, checked_means, of_moments, of_z_scores
 
 __all__ = ["SpikeSlabClassifier", "SpikeSlabPoissonRegressor", "SpikeSlabRegressor"]
@@ -35,6 +35,8 @@ class SpikeSlabRegressor(SpikeSlabRegression):
 
     The effect of a constant feature cannot be told from the intercept: its inclusion probability and coefficient are 0,
     a warning names it, and the prior does not count it.
+
+    Noise of a known covariance, as of time series, is an argument of :meth:`fit`.
 
     Categorical columns of a data frame become a dummy for each level, none left out, and have one gate each. The
     dummies of a factor are standardised by one divisor, the root of their summed variances, so that the slab scale
@@ -102,10 +104,43 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         for the sampler; Wang et al. (2020), JRSS B 82, for credible sets.
     """
 
-    _family = Gaussian()
     _takes_sparse = True
 
     noise_scale: float | None = None
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        *,
+        offset: ArrayLike | None = None,
+        noise_covariance: ArrayLike | None = None,
+    ) -> Self:
+        """Find the posterior of the coefficients, with errors and warnings as :meth:`SpikeSlabPoissonRegressor.fit`.
+
+        Args:
+            X: features, shape ``(n, p)``, as for the other estimators.
+            y: observations, shape ``(n,)``.
+            sample_weight: how many equal observations each row stands for, shape ``(n,)``.
+            offset: known part of y, shape ``(n,)``.
+            noise_covariance: that of the noise of all rows, up to the factor ``noise_scale**2``: shape ``(n, n)``,
+                or its lower Cholesky factor, which has zeros above the diagonal; or variances alone, shape ``(n,)``. It
+                is an argument here, not of the constructor, as it belongs to the rows. The unit of ``noise_scale``, and
+                the scale of its prior if it is learned, are those of the whitened y. ``predict`` returns X beta +
+                intercept, without the correlation of new rows with these. The noise of new rows is unknown:
+                ``return_std``, ``predict_quantiles`` and ``sample_y`` are refused.
+
+        Returns:
+            The estimator.
+        """
+        if noise_covariance is not None and sample_weight is not None:
+            raise ValueError(
+                "Expected no sample_weight beside noise_covariance, which does not tell the noise of repeated rows. If "
+                "the weights w are precisions, divide the covariance by np.sqrt(np.outer(w, w)) instead."
+            )
+        self._family = Gaussian() if noise_covariance is None else Correlated()
+        return self._fit(X, y, sample_weight, offset, noise_covariance)
 
     @classmethod
     def from_moments(

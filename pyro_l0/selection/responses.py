@@ -377,7 +377,7 @@ class SpikeSlabOrdinal(SpikeSlabClassifier):
             warnings.warn(
                 f"Labels of text are ordered as in the alphabet: {self.classes_.tolist()}. Pass a pandas Series of "
                 "ordered categories for another order.",
-                stacklevel=3,
+                stacklevel=4,
             )
         return found, numbers
 

@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.bayes import BayesianLayer, SpikeSlabPrior, bayesian, kl, plain_network
+from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, factor
 from pyro_l0.nn import L0Gate, NetworkGates, insert_gates
 
@@ -152,3 +153,21 @@ def test_tied_and_hooked_layers_are_refused():
         bayesian(nn.TransformerEncoderLayer(4, 2, 8))
     with pytest.raises(ValueError, match="has none"):
         kl(nn.Linear(2, 2))
+
+
+def test_closed_gates_on_units_compact_a_bayesian_network():
+    """Draws of the compacted network are plain networks of its size."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3), nn.ReLU(), nn.Linear(3, 2))
+    net = bayesian(net, gates="unit").eval()
+    gates = NetworkGates(net)
+    with torch.no_grad():
+        for location in gates.locations():
+            location[0] = -9.0
+    x = torch.randn(3, 1, 4, 4)
+    small = compact(net, gates.test_gates(), x).network
+    torch.testing.assert_close(small(x), net(x))
+    plain = plain_network(small, sample=True)
+    assert plain[0][0].weight.shape == (3, 1, 3, 3)
+    assert plain[3][0].weight.shape == (2, 12)
+    assert not torch.equal(plain(x), plain_network(small, sample=True)(x))

@@ -6,7 +6,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,11 +42,6 @@ def seconds_in_turn(
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def peak_kib() -> int:
-    """Peak resident memory of this process (Linux; getrusage would report the parent's at the time of the fork)."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 def table_head(*names: str) -> None:

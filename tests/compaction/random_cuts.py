@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +11,12 @@ from torch import Tensor, nn
 from pyro_l0.compaction import compact
 from pyro_l0.nn import gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names, name_gates
+from tests.engine.zoo.libraries import LIBRARIES
 
 __all__ = ["MODELS", "RATES", "gated", "random_gates", "refusals"]
 
 RATES = (0.3, 0.5, 0.8)
-WORDS = 40
-_SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-_GPT2 = {"n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
-_DISTILBERT = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}
-_TEXT = {"max_position_embeddings": 16}
-_Made = tuple[nn.Module, Tensor | dict[str, Tensor]]
+_Made = tuple[nn.Module, Any]
 
 
 def random_gates(network: nn.Module, rate: float, seed: int) -> dict[str, Tensor]:
@@ -67,35 +62,12 @@ def gated(name: str, with_heads: bool) -> _Made:
     return network, example
 
 
-def _words() -> dict[str, Tensor]:
-    return {"input_ids": torch.randint(WORDS, (2, 7))}
-
-
-def _of_words(model: str, **sizes: object) -> Callable[[], _Made]:
-    """A model of the library transformers, with its configuration's own names of sizes."""
-
+def _of_zoo(model: str) -> Callable[[], _Made]:
     def make() -> _Made:
-        hf = import_module("transformers")
-        config = getattr(hf, re.sub("(LMHeadModel|For[A-Z].*)$", "Config", model))
-        return getattr(hf, model)(config(vocab_size=WORDS, **sizes)), _words()
+        network, inputs = LIBRARIES["transformers"]()[model]()
+        return network, inputs(2)
 
     return make
-
-
-def t5() -> _Made:
-    hf = import_module("transformers")
-    sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4}
-    network = hf.T5ForConditionalGeneration(
-        hf.T5Config(vocab_size=WORDS, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0, **sizes)
-    )
-    return network, {**_words(), "decoder_input_ids": torch.randint(WORDS, (2, 5))}
-
-
-def vit() -> _Made:
-    hf = import_module("transformers")
-    return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **_SIZES)), {
-        "pixel_values": torch.randn(2, 3, 8, 8)
-    }
 
 
 def torch_encoder() -> _Made:
@@ -103,13 +75,13 @@ def torch_encoder() -> _Made:
 
 
 MODELS: dict[str, Callable[[], _Made]] = {
-    "GPT-2": _of_words("GPT2LMHeadModel", **_GPT2),
-    "BERT": _of_words("BertForSequenceClassification", **_TEXT, **_SIZES),
-    "ALBERT": _of_words("AlbertForSequenceClassification", embedding_size=24, **_TEXT, **_SIZES),
-    "DistilBERT": _of_words("DistilBertForSequenceClassification", **_TEXT, **_DISTILBERT),
-    "Llama": _of_words("LlamaForCausalLM", **_TEXT, **_SIZES, num_key_value_heads=2),
-    "Mistral": _of_words("MistralForCausalLM", **_TEXT, **_SIZES, num_key_value_heads=2),
-    "T5": t5,
-    "ViT": vit,
+    "GPT-2": _of_zoo("GPT2LMHeadModel"),
+    "BERT": _of_zoo("BertForSequenceClassification"),
+    "ALBERT": _of_zoo("AlbertForSequenceClassification"),
+    "DistilBERT": _of_zoo("DistilBertForSequenceClassification"),
+    "Llama": _of_zoo("LlamaForCausalLM"),
+    "Mistral": _of_zoo("MistralForCausalLM"),
+    "T5": _of_zoo("T5ForConditionalGeneration"),
+    "ViT": _of_zoo("ViTForImageClassification"),
     "nn.TransformerEncoder": torch_encoder,
 }

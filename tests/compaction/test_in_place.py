@@ -1,7 +1,5 @@
 """A network that shrinks while it trains stays the user's own, and trains as the whole one does."""
 
-import _thread
-import signal
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +9,6 @@ from pyro import poutine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import pyro_l0.compaction.apply as slicing
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import L0Gate, fix_gates
@@ -341,44 +338,3 @@ def test_a_block_that_closes_wholly_and_shrinkings_after_it(make):
     assert not shrinker.step()
     result = compact(net, {second: guide.test_gates()[second].double()}, x, before=shrinker.plans)
     assert result.certificate < 1e-12
-
-
-def about_to_shrink():
-    """A network whose next step takes out every other unit: with its guide, optimiser, shrinker and example."""
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), L0Gate(8), nn.Linear(8, 2))
-    x = torch.randn(6, 4)
-    _, guide, optimiser, shrinker = started(net, x)
-    with torch.no_grad():
-        next(guide.parameters())[::2] = -9.0
-    return net, guide, optimiser, shrinker, x
-
-
-@pytest.fixture
-def interrupts():
-    """Interrupts raise, as in a program of the foreground; a shell's jobs in the background ignore them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interrupts")
-def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
-    """One that comes between two tensors of a network waits until all of them, and the guide's, are cut."""
-    net, guide, _, shrinker, x = about_to_shrink()
-    cut, calls, handler = slicing.set_value, [], signal.getsignal(signal.SIGINT)
-
-    def interrupted(tensor, value):
-        if any(tensor is x for x in net.parameters()):  # the copy that is tried first is none of it
-            calls.append(tensor)
-            _thread.interrupt_main()
-        cut(tensor, value)
-
-    monkeypatch.setattr(slicing, "set_value", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        shrinker.step()
-    assert calls
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert (net[0].out_features, net[1].num_features, net[3].in_features, len(shrinker.plans)) == (4, 4, 4, 1)
-    assert len(next(guide.parameters())) == 4
-    guide(x)
-    assert fix_gates(net, guide.test_gates())(x).shape == (6, 2)

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.distributions import PowerLawGate
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
-from tests.bench.wrn import wrn_table
 from tests.examples.killing import without_seconds
 
 
@@ -165,49 +163,6 @@ def test_residual_networks_of_110_layers():
         assert len(layers) == 109
         counts.append(sum(p.numel() for p in net.parameters()))
     assert counts == pytest.approx([1.73e6, 1.73e6], rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ["dense", "budget", "power_law"])
-def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
-    """A row of the benchmark at once and in two pieces gives the same line, which the table shows."""
-
-    def run(out):
-        options = [
-            "--data-dir",
-            f"{folder}",
-            "--out",
-            f"{out}",
-            "--lines",
-            f"{out}/lines",
-            "--options",
-            '{"epochs": 6}',
-        ]
-        out.mkdir(exist_ok=True)
-        monkeypatch.setattr("sys.argv", ["wrn_table.py", row, "--table", *options])
-        wrn_table.main()
-        return {k: v for k, v in json.loads((out / "lines").read_text()).items() if k != "processor_seconds"}
-
-    straight = run(folder / "straight")
-    printed = capsys.readouterr().out
-    assert f"| cifar10 | {wrn_table.ROWS[row][0]} | 1 | " in printed
-    assert "epoch 6 of 6: error " in printed
-    assert re.search(r", \d\d:\d\d left$", printed, re.MULTILINE)
-    train_epoch = cifar_wrn.CifarRun.train_epoch
-
-    def stopping(run):
-        if len(run.history) == 4:
-            raise KeyboardInterrupt
-        return train_epoch(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cifar_wrn.CifarRun, "train_epoch", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            run(folder / "resumed")
-    assert run(folder / "resumed") == straight
-    if row == "budget":
-        assert straight["macs_left"][-1] <= 0.5 * straight["macs"]
-        assert straight["certificate"] < 1e-4
 
 
 @pytest.mark.skipif("PYRO_L0_CIFAR" not in os.environ, reason="PYRO_L0_CIFAR names no folder with CIFAR-10")

@@ -4,12 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 import compare_families
 import mnist
 from common.networks import FAMILIES, KEEP_RATES, init_active_prob
-from tests.bench.steps import gradient_lab
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -37,15 +35,3 @@ def test_sweep(tmp_path):
     held_out = compare_families.Options(families=("bernoulli",), lams=(0.05,), epochs=1, hold_out=100, out=tmp_path)
     compare_families.main(held_out)
     assert "held-out error" in (tmp_path / "families.md").read_text()
-
-
-@pytest.mark.slow
-def test_laboratory(tmp_path, monkeypatch):
-    """Every table; unbiased candidates are within five errors of the exact gradient."""
-    monkeypatch.setattr(gradient_lab, "CANDIDATES", [gradient_lab.CANDIDATES[k] for k in (0, 9, 11)])
-    reports = gradient_lab.main(gradient_lab.Options(draws=60, batch=50, out=tmp_path))
-    assert torch.get_default_dtype() == torch.float32
-    for report in reports["linear2, two gates on pixels"]:
-        assert (report.bias.abs() < 5 * report.standard_error).all(), report.name
-    assert len(reports) == 3
-    assert (tmp_path / "gradient_lab.md").stat().st_size > 500

@@ -1,4 +1,4 @@
-"""What pictures of trainings, frontiers, gates, estimates and posteriors show, by their data."""
+"""What pictures of gates and posteriors show, by their data."""
 
 import itertools
 
@@ -8,20 +8,8 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from common.plots import plot_edges, plot_frontier, plot_images, plot_training, short_names
 from pyro_l0 import HardConcrete
-from pyro_l0.plots import (
-    COLOURS,
-    figure_axes,
-    plot_bars,
-    plot_credible_sets,
-    plot_curves,
-    plot_density,
-    plot_gates,
-    plot_inclusion,
-    save_figure,
-    series,
-)
+from pyro_l0.plots import COLOURS, plot_credible_sets, plot_density, plot_gates, plot_inclusion, series
 
 CORRELATION = np.array([[1.0, 0.9, -0.2, 0.1], [0.9, 1.0, 0.3, 0.0], [-0.2, 0.3, 1.0, 0.95], [0.1, 0.0, 0.95, 1.0]])
 
@@ -38,35 +26,6 @@ def test_series_differ_in_greyscale():
     assert min(abs(a - b) for a, b in itertools.pairwise(lightness)) > 0.1
     for part in ("marker", "linestyle", "color"):
         assert len({str(series(k)[part]) for k in range(len(COLOURS))}) == len(COLOURS)
-
-
-def test_training_has_a_panel_for_each_quantity():
-    panels = {"error, %": {"": [4.0, 2.0]}, "open units": {"net.0.gate": [30, 12], "net.2.gate": [10, 6]}}
-    error, units = plot_training(panels, [5, 10], lines={"open units": {"dense": 30}}, log=["error, %"])
-    assert error.lines[0].get_xydata().tolist() == [[5.0, 4.0], [10.0, 2.0]]
-    assert (error.get_yscale(), error.get_xlabel(), error.get_ylabel()) == ("log", "epoch", "error, %")
-    assert error.get_legend() is None
-    assert [line.get_label() for line in units.lines] == ["net.0", "net.2", "dense"]
-    assert units.get_ylim()[0] == 0
-
-
-def test_a_curve_has_its_own_x_and_spread():
-    axes = plot_curves({"a": torch.tensor([[3.0, 4.0], [1.0, 2.0]])}, spreads={"a": [0.5, 0.1]}, xlabel="x", ylabel="y")
-    points, _, (bars,) = axes.containers[0]
-    assert points.get_xydata().tolist() == [[3.0, 1.0], [4.0, 2.0]]
-    assert bars.get_segments()[0][:, 1].tolist() == [0.5, 1.5]
-
-
-def test_frontier_has_published_points_in_the_colour_of_their_method():
-    axes = plot_frontier(
-        {"gates": [[2e4, 5e3], [1.6, 1.9]]}, {"gates": [[1e4], [1.8]], "other": [[1e4], [2.5]]}, dense=1.5
-    )
-    ours, dense, theirs, other = axes.lines
-    assert ours.get_xydata().tolist() == [[5e3, 1.9], [2e4, 1.6]]
-    assert dense.get_ydata()[0] == 1.5
-    assert theirs.get_xydata().tolist() == [[1e4, 1.8]]
-    assert theirs.get_color() == ours.get_color() != other.get_color()
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
 def test_gates_sorted_and_as_pixels():
@@ -86,48 +45,6 @@ def test_density_and_atoms():
     np.testing.assert_allclose([bar.get_height() for bar in axes.patches], atoms)
     curve = axes.lines[0].get_xydata()
     np.testing.assert_allclose(curve[:, 1], gate.log_prob(torch.tensor(curve[:, 0]).float()).exp(), rtol=1e-4)
-
-
-def test_edges_that_are_not_known_are_dashed():
-    axes = plot_edges([("a", "b"), ("b", "c")], {"a": (0, 0), "b": (1, 0), "c": (2, 1)}, known=[("a", "b")])
-    arrows = [text.arrow_patch for text in axes.texts if text.get_text() == ""]
-    assert [arrow.get_linestyle() for arrow in arrows] in (["-", "--"], ["solid", "dashed"])
-
-
-def test_bars():
-    axes = plot_bars({"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["x", "y"], ylabel="loss, nats", spreads={"a": [0.1, 0.2]})
-    assert [bar.get_height() for bar in axes.patches] == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_images_share_their_colours():
-    images = torch.linspace(-1, 1, 12 * 6).view(12, 2, 3)
-    axes = plot_images(images, titles=[f"unit {k}" for k in range(12)], label="weight", limit=0.5)
-    assert [panel.get_title() for panel in axes] == [f"unit {k}" for k in range(12)]
-    assert {panel.images[0].get_clim() for panel in axes} == {(-0.5, 0.5)}
-    np.testing.assert_allclose(axes[11].images[0].get_array(), images[11])
-    assert len(axes[0].figure.axes) == 13  # with the bar of colours
-
-
-def test_a_figure_is_written_and_closed(tmp_path):
-    save_figure(figure_axes(1, 2), tmp_path / "two.png")
-    assert (tmp_path / "two.png").stat().st_size > 1000
-    assert not plt.get_fignums()
-
-
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["net.layer.0.gate", "net.layer.1.gate"], ["layer.0", "layer.1"]),
-        (["encoder.z", "decoder.z"], ["encoder", "decoder"]),
-        (["z"], ["z"]),
-        (["0", "3"], ["0", "3"]),
-        (["a.z", "a.b.z"], ["z", "b.z"]),
-        (["", "a"], ["", "a"]),
-        ([], []),
-    ],
-)
-def test_names_lose_what_they_share(names, short):
-    assert short_names(names) == short
 
 
 def test_inclusion_beside_intervals():
@@ -172,7 +89,6 @@ def test_credible_sets_over_correlations():
     ("draw", "message"),
     [
         (lambda: plot_gates([1.5], name="z"), r"in \[0, 1\], but z has"),
-        (lambda: plot_bars({"a": [1.0]}, ["x", "y"], ylabel="y"), "Expected 2 heights of 'a'"),
         (
             lambda: plot_inclusion([0.5], [0.0, 1.0], [1.0]),
             r"lower of the shape of active_probs, .*got \(2,\)",

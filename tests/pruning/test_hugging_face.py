@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from pyro_l0 import prune
-from tests.compaction.random_cuts import MODELS, WORDS
+from tests.compaction.random_cuts import MODELS
+from tests.engine.zoo.libraries import WORDS
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]  # few steps, an untrained network
@@ -16,7 +17,7 @@ def batches(name):
     """Inputs by keyword, and targets: the words themselves, or classes of pictures and of first words."""
     generator = torch.Generator().manual_seed(0)
     if name == "ViT":
-        images = torch.randn(12, 16, 3, 8, 8, generator=generator)
+        images = torch.randn(12, 16, 3, 16, 16, generator=generator)
         return [({"pixel_values": x}, (x.mean((1, 2, 3)) > 0).long()) for x in images]
     ids = torch.randint(1, WORDS, (12, 16, 8), generator=generator)
     if name not in GENERATING:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pyro_l0 import prune
-from pyro_l0.infer.target.sparsity_target import TargetReport
+from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.nn import L0Gate
 from pyro_l0.pruning.result import notes_on
 from tests.networks import Net

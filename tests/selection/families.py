@@ -1,6 +1,7 @@
 """Problems and designs of families by name."""
 
-from pyro_l0.selection.design import make_design
+from pyro_l0.selection.design.design import Design
+from pyro_l0.selection.design.draft import Draft
 from pyro_l0.selection.families import family_of
 from pyro_l0.selection.problem import Problem
 
@@ -10,4 +11,4 @@ def named_problem(family, x, y, *rest, **options):
 
 
 def design_of(x, y, family="gaussian", **options):
-    return make_design(x, y, family_of(family, y), **options)
+    return Design(Draft(family=family_of(family, y), x=x, y=y, **options))

@@ -1,29 +1,23 @@
 """Estimators of spike-and-slab regressions on awkward data, and what they refuse."""
 
 import contextlib
-import re
 from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.sparse import csr_array
-from sklearn.exceptions import NotFittedError
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
 from pyro_l0.selection import (
     SpikeSlabClassifier,
     SpikeSlabCox,
-    SpikeSlabMultiTaskRegressor,
-    SpikeSlabNegativeBinomial,
     SpikeSlabOrdinal,
-    SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
     SpikeSlabRobust,
 )
-from pyro_l0.selection.design import make_design
 from pyro_l0.selection.families import Student
+from tests.selection.families import design_of
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
 
 
@@ -120,35 +114,6 @@ def test_missing_values_are_named(kind):
     assert piped.fit(x, y).predict(new).shape == (3,)
 
 
-def test_missing_values_of_sparse_features_are_named():
-    x, y = data(SpikeSlabRegressor)
-    x[2, 3] = np.nan
-    with pytest.raises(ValueError, match="there are NaN in 'x3'"):
-        SpikeSlabRegressor().fit(csr_array(x), y)
-
-
-@pytest.mark.parametrize(
-    ("model", "x", "y", "message"),
-    [
-        (SpikeSlabClassifier(), np.eye(3), list("bbb"), "the data contains only one class: 'b'"),
-        (
-            SpikeSlabPoissonRegressor(),
-            np.eye(3),
-            [1, 2, -1],
-            "to hold numbers that are not negative, but got -1",
-        ),
-        (SpikeSlabRegressor(), [["a"], ["b"], ["c"]], [1.0, 2.0, 3.0], "could not convert string to float"),
-        (SpikeSlabRegressor(method="enumerate"), np.eye(30, 21), np.arange(30), "at most 20 features or groups"),
-        (SpikeSlabNegativeBinomial(), np.eye(3), [2, 0, -1], "to hold numbers that are not negative, but got -1"),
-        (SpikeSlabMultiTaskRegressor(), np.eye(3), [[2, 1], [0, 1], [1, 1]], "each response to vary, but .* column 1"),
-        (SpikeSlabNegativeBinomial(method="enumerate"), np.eye(3), [2, 0, 1], "'auto' or 'tempered' .* 'enumerate'"),
-    ],
-)
-def test_data_that_are_refused(model, x, y, message):
-    with pytest.raises(ValueError, match=message):
-        model.fit(x, y)
-
-
 def test_a_constant_y_needs_a_noise_scale():
     """There is no scale to learn the noise from; if it is known, nothing has an effect."""
     x, _ = data(SpikeSlabRegressor)
@@ -158,55 +123,10 @@ def test_a_constant_y_needs_a_noise_scale():
     np.testing.assert_allclose(model.predict(x), 2.0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"rate": 2},
-            "'rate' parameter of SpikeSlabRegressor must be a float in the range (0.0, 1.0], an array-like, an",
-        ),
-        ({"expected_size": 4}, "an expected_size between 0 and the number of features, 4, but got 4"),
-        ({"rate": 0.1, "expected_size": 2}, "Expected a rate or an expected_size, but got both"),
-        (
-            {"slab_scale": 0.0},
-            "'slab_scale' parameter of SpikeSlabRegressor must be a float in the range (0.0, inf)",
-        ),
-        ({"standardize": 1}, "The 'standardize' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
-        ({"method": "gibbs"}, "The 'method' parameter of SpikeSlabRegressor must be a str among"),
-    ],
-)
-def test_wrong_parameters(options, message):
-    """Refused at the fit, and not before, in scikit-learn's words."""
-    model = SpikeSlabRegressor(**options)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model.fit(*data(SpikeSlabRegressor))
-
-
-@pytest.mark.parametrize("name", ["select", "sample", "interval", "summary", "get_support", "to_arviz"])
-def test_before_a_fit(name):
-    with pytest.raises(NotFittedError):
-        getattr(SpikeSlabRegressor(), name)()
-
-
-def test_one_column_alone_is_refused():
-    """By scikit-learn's words, also as a Series."""
-    with pytest.raises(ValueError, match="Expected a 2-dimensional container"):
-        SpikeSlabRegressor().fit(pd.Series([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0])
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_types_of_parameters_are_found(kind):
     """By tools that read them, from the module of a subclass, too."""
     assert {"rate", "groups"} <= get_type_hints(kind.__init__).keys()
-
-
-@pytest.mark.parametrize("kind", EVERY)
-def test_of_features_before_a_fit(kind):
-    """Said by every method that takes features, not by an attribute that is missing."""
-    for name in ("predict", "predict_proba", "predict_quantiles", "transform"):
-        if hasattr(kind, name):
-            with pytest.raises(NotFittedError):
-                getattr(kind(), name)(np.ones((3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -233,11 +153,11 @@ def test_when_equal_values_are_too_many():
         for share, is_refused in ((0.99, True), (1.01, False)):
             known = {"slab_scale": 1.0, "fit_intercept": intercept}
             with pytest.raises(ValueError, match="improper") if is_refused else contextlib.nullcontext():
-                make_design(x, y, Student(most * share), **known)
+                design_of(x, y, Student(most * share), **known)
     weight = np.r_[5.0, np.ones(11)]
     with pytest.raises(ValueError, match="but 5 of 16 are 0"):
-        make_design(x, np.arange(12.0), Student(3 / 11 - 0.01), weight=weight)
-    make_design(x, np.arange(12.0), Student(3 / 11 + 0.01), weight=weight)
+        design_of(x, np.arange(12.0), Student(3 / 11 - 0.01), weight=weight)
+    design_of(x, np.arange(12.0), Student(3 / 11 + 0.01), weight=weight)
 
 
 @pytest.mark.parametrize("form", [pd.DataFrame, lambda pairs: list(map(tuple, pairs)), np.array, list])

@@ -99,37 +99,6 @@ def test_arviz():
         assert not hasattr(found, group)
 
 
-def observations(event, time):
-    return np.rec.fromarrays([np.array(event), np.array(time)], names="event,time")
-
-
-@pytest.mark.parametrize(
-    ("y", "message"),
-    [
-        (observations([False] * 3, [1.0, 2, 3]), "at least one event, but got a smallest time of 1 and 0 events"),
-        (observations([True] * 3, [1.0, -2, 3]), "that are not negative, .* but got a smallest time of -2"),
-        ([1.0, -2, 3], "that are not negative"),
-        (observations([True] * 3, [1.0, np.nan, 3]), "contains NaN"),
-        (observations([1, 0, 1], [1.0, 2, 3]), r"a field of type bool, .*; make it by np.rec.fromarrays"),
-        (observations([True] * 3, [True] * 3), "a field of type bool"),
-        (observations([True] * 2, [1.0, 2]), "inconsistent numbers of samples"),
-    ],
-    ids=range(7),
-)
-def test_observations_that_are_refused(y, message):
-    with pytest.raises(ValueError, match=message):
-        SpikeSlabCox().fit(np.eye(3), y)
-
-
-def test_questions_that_are_refused():
-    x, y = data(SpikeSlabCox)
-    model = fitted(SpikeSlabCox)
-    with pytest.raises(ValueError, match="'ties' parameter of SpikeSlabCox must be a str among"):
-        SpikeSlabCox(ties="exact").fit(x, y)
+def test_draws_of_times_are_refused():
     with pytest.raises(NotImplementedError, match="use predict_survival"):
-        model.sample_y(x)
-    for times in (1.0, [1.0, np.nan]):
-        with pytest.raises(ValueError, match=r"Expected times of shape \(T,\) without NaN"):
-            model.predict_survival(x, times)
-    with pytest.raises(ValueError, match="there is none; pass more rows"):
-        model.score(x[:1], y[:1])
+        fitted(SpikeSlabCox).sample_y(data(SpikeSlabCox)[0])

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from scipy.sparse import csr_array
 
 import pyro_l0.maths.second_order
-from pyro_l0.selection.design import default_rate
+from pyro_l0.selection.design import design
+from pyro_l0.selection.design.design import default_rate
+from pyro_l0.selection.design.draft import Step
 from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.problem import Draws, SelectionPosterior
 from tests.selection.families import design_of
@@ -26,7 +29,7 @@ def found_with(beta, intercept, outputs=1):
     n = len(beta)
     draws = Draws(csr_array(beta), intercept, np.full(n, 0.5), np.full(n, 2.0), np.full(n, 0.1))
     moments = np.ones((beta.shape[1] // outputs, outputs))
-    return SelectionPosterior(np.full(len(moments), 0.5), moments, 2 * moments, -3.0, draws)
+    return SelectionPosterior(np.full(len(moments), 0.5), moments, 2 * moments, intercept.mean(0), -3.0, draws)
 
 
 def test_a_flat_intercept_centres_and_takes_an_observation():
@@ -52,8 +55,11 @@ def test_sparse_features_have_the_likelihood_of_dense_ones(monkeypatch, options,
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Constant features")
         dense, sparse = (design_of(a, y, weight=weight, **options) for a in (x, csr_array(x)))
-    np.testing.assert_allclose(sparse.factor, dense.factor, rtol=1e-12)
-    np.testing.assert_allclose(sparse.centre, dense.centre, rtol=1e-12)
+    found = found_with(np.ones((2, dense.problem.x.shape[1])), np.zeros((2, 1)))
+    raw, wanted = (design.posterior(found, seed=0) for design in (sparse, dense))
+    np.testing.assert_allclose(raw.mean, wanted.mean, rtol=1e-12)
+    np.testing.assert_allclose(raw.intercept, wanted.intercept, rtol=1e-12)
+    np.testing.assert_allclose(raw.draws.intercept, wanted.draws.intercept, rtol=1e-12)
     one, other = sparse.problem.quadratic, dense.problem.quadratic
     index = torch.arange(dense.problem.x.shape[1])[None]
     for values in ("linear", "diagonal"):
@@ -117,6 +123,37 @@ def test_predictors_are_the_same_in_both_units(family, standardize):
     np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(raw.mean, found.mean / deviation[:, None])
     np.testing.assert_allclose(raw.sd, found.sd / deviation[:, None])
+    middle = found.intercept + (y.mean() if family == "gaussian" else 0)
+    np.testing.assert_allclose(raw.intercept, middle - x.mean(0) @ raw.mean, rtol=1e-10)
+
+
+class Tripled(Step):
+    """Observations in another unit."""
+
+    def apply(self, draft):
+        draft.y = 3 * draft.y
+
+    def undo(self, found, rng):
+        names = ["coefficients", "intercept", "slab_scale", "noise_scale"]
+        draws = found.draws._replace(**{name: getattr(found.draws, name) / 3 for name in names})
+        moments = {name: getattr(found, name) / 3 for name in ("mean", "sd", "intercept")}
+        log_evidence = found.log_evidence + 29 * math.log(3)  # of 30 observations, one of which the intercept takes
+        return replace(found, draws=draws, log_evidence=log_evidence, **moments)
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_a_step_of_ones_own(monkeypatch, place):
+    """Anywhere among the others, as all unknown scales have the unit of y."""
+    steps = list(design.STEPS)
+    x, y = data()
+    wanted = exact_posterior(x, y, seed=0)
+    monkeypatch.setattr(design, "STEPS", (*steps[:place], Tripled, *steps[place:]))
+    found = exact_posterior(x, y, seed=0)
+    assert found.log_evidence == pytest.approx(wanted.log_evidence, abs=1e-9)
+    for name in ("active_probs", "mean", "sd", "intercept"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-9, atol=1e-9, err_msg=name)
+    for name in ("intercept", "slab_scale", "noise_scale"):
+        np.testing.assert_allclose(getattr(found.draws, name), getattr(wanted.draws, name), rtol=1e-9)
 
 
 @pytest.mark.parametrize("standardize", [True, False])
@@ -127,7 +164,7 @@ def test_constant_features_have_no_coefficient(standardize):
     with pytest.warns(UserWarning, match="inclusion probability and the coefficient of 'x1' are 0"):
         design = design_of(x, y, standardize=standardize)
     assert torch.equal(design.problem.x, design_of(np.delete(x, 1, 1), y, standardize=standardize).problem.x)
-    assert design.problem.prior.rate == default_rate(3)
+    assert design.problem.prior == design_of(np.delete(x, 1, 1), y, standardize=standardize).problem.prior
     raw = design.posterior(found_with(np.ones((3, 3)), np.zeros((3, 1))), seed=0)
     assert (raw.active_probs == [0.5, 0, 0.5, 0.5]).all()
     assert raw.mean[1] == raw.sd[1] == 0
@@ -139,7 +176,7 @@ def test_a_constant_feature_is_as_good_as_an_intercept_where_there_is_none():
     x[:, 1] = -2.0
     design = design_of(x, y, fit_intercept=False)
     np.testing.assert_allclose(design.problem.x[:, 1].numpy(), -1.0)
-    assert design.factor[1] == 0.5
+    assert design.posterior(found_with(np.ones((2, 4)), np.zeros((2, 1))), seed=0).mean[1] == 0.5
 
 
 def test_zeros_without_an_intercept_are_constant():
@@ -148,7 +185,8 @@ def test_zeros_without_an_intercept_are_constant():
     x[:, 1] = 0
     with pytest.warns(UserWarning, match="coefficient of 'x1' are 0"):
         design = design_of(x, y, fit_intercept=False, standardize=False)
-    assert design.factor.tolist() == [1, 0, 1, 1]
+    raw = design.posterior(found_with(np.ones((2, 3)), np.zeros((2, 1))), seed=0)
+    assert raw.mean[:, 0].tolist() == [1, 0, 1, 1]
 
 
 @pytest.mark.parametrize("scale", [1e-50, 1e-8, 1e8, 1e50])

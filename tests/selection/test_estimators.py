@@ -72,12 +72,6 @@ def test_sparse_features_of_large_means():
     assert sparse.log_evidence_ == pytest.approx(dense.log_evidence_, abs=1e-5)
 
 
-@pytest.mark.parametrize("model", [SpikeSlabClassifier(), SpikeSlabPoissonRegressor()], ids=type)
-def test_sparse_features_of_other_families_are_refused(model):
-    with pytest.raises(TypeError, match="Sparse data was passed"):
-        model.fit(csr_array(np.eye(4)), [0, 1, 0, 1])
-
-
 def test_predictions_are_those_of_the_draws():
     """Means and standard deviations of the regressor against averages over draws with their noise."""
     x, _ = data(SpikeSlabRegressor)
@@ -365,9 +359,3 @@ def test_arviz_gets_what_it_asks_for(kind):
     again = found["posterior_predictive"]["y"][0].values
     assert (np.abs(again.mean((0, 1)) - observed.mean(0)) < 5 * observed.std(0) / np.sqrt(len(observed))).all()
     np.testing.assert_allclose(found["constant_data"]["P(z != 0)"].values, model.pip_)
-
-
-@pytest.mark.parametrize(("name", "value"), [("sample", 0), ("interval", -0.5), ("select", 2)])
-def test_numbers_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=rf"Expected .*, but got {value}\b"):
-        getattr(fitted(SpikeSlabRegressor), name)(value)

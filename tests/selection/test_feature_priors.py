@@ -1,7 +1,6 @@
 """Rates of one's own and features that are always in, against sums over all gates that share no code with ours."""
 
 import itertools
-import re
 from functools import cache
 
 import numpy as np
@@ -350,26 +349,3 @@ def test_what_is_always_in_is_selected():
     model.pip_, model.credible_sets_ = np.array([0.8, 1.0, 0.0, 0.0, 1.0]), []
     assert model.select(0.1).tolist() == [1, 4]
     assert model.select(0.2).tolist() == [0, 1, 4]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rate": [0.1, 0.2]}, "Expected rates above 0 and up to 1 of 5 features, but got [0.1, 0.2]"),
-        ({"rate": [0.1, 0.2, 0, 0.1, 0.1]}, "1 is for features that are always in"),
-        ({"rate": [0.1, 0.2, 1.1, 0.1, 0.1]}, "1 is for features that are always in"),
-        ({"rate": [0.1, 0.2, np.nan, 0.1, 0.1]}, "1 is for features that are always in"),
-        ({"rate": {0: -0.5}}, "1 is for features that are always in"),
-        ({"rate": {"age": 1}}, "Expected rates by names or positions of features, but got 'age'; there are 5."),
-        ({"rate": {5: 1}, "groups": [0, 1, 2, 2, 1]}, "names or positions of groups, but got 5; there are 3."),
-        ({"rate": RATES, "groups": [0, 1, 2, 2, 1]}, "Expected rates above 0 and up to 1 of 3 groups"),
-        ({"rate": {0: 0.5, 1: 1}}, "Expected a rate for each feature, or none but rates of 1"),
-        ({"rate": RATES, "expected_size": 2}, "Expected a rate or an expected_size, but got both"),
-        ({"always_in_scale": 1.0}, "Expected no always_in_scale, as no feature has a rate of 1, but got 1.0"),
-        ({"rate": 0.5, "always_in_scale": 1.0}, "Expected no always_in_scale"),
-        ({"rate": 1, "always_in_scale": 0.0}, "'always_in_scale' parameter of SpikeSlabRegressor must be"),
-    ],
-)
-def test_wrong_rates(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SpikeSlabRegressor(**options).fit(*numbers())

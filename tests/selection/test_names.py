@@ -93,29 +93,6 @@ def test_other_columns_are_refused(names, method):
     np.testing.assert_array_equal(getattr(model, method)(moved[frame.columns]), right)
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "message"),
-    [
-        ([3, 1, 2, 4], {"rate": {0: 0.5}}, "Expected rates by names of features, but got 0; there are 4."),
-        ([3, 1, 2, 4], {"rate": pd.Series(RATES)}, "Expected rates by names of features, but got 0; there are 4."),
-        (list("aabc"), {"rate": {"a": 1}}, "Expected unique column names"),
-        ([1, 1, 2, 3], {"rate": {1: 1}}, "Expected unique column names"),
-        (
-            list("abcd"),
-            {"rate": {"a": 1, 0: 1}},
-            "Expected rates by names of features, but 0 is there twice; leave one out.",
-        ),
-        (list("abcd"), {"groups": {"a": 0, "b": 1, "c": 1, "e": 2}}, "Expected groups by names or positions of"),
-        (list("abcd"), {"groups": {"a": 0, "b": 1, "c": 1}}, "Expected groups to be whole numbers from 0 on"),
-        ([7, 8, 9, 6], {"groups": {7: 0, 8: 1, 9: 1.5, 6: 2}}, "Expected groups to be whole numbers from 0 on"),
-    ],
-)
-def test_wrong_names(names, options, message):
-    frame, y = numbers(names)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SpikeSlabRegressor(**options, **KNOWN).fit(frame, y)
-
-
 @pytest.mark.parametrize("order", [[2, 0, 1], [1, 0, 2]])
 def test_offsets_by_the_names_of_classes_and_responses(order):
     x, y = three_classes(60)

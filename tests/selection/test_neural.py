@@ -313,31 +313,3 @@ def test_pickles_clones_and_pipes(fitted):
     pipe.fit(frame, y)
     names = pipe[-1].feature_names_in_[pipe[-1].get_support()]
     assert pipe.get_feature_names_out().tolist() == names.tolist()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"n_features": 0}, ValueError, r"'n_features' parameter .* must be an int in the range \[1, inf\)"),
-        ({"n_features": 9}, ValueError, "at most 8, the features of X, but got 9"),
-        ({"n_features": 2.0}, ValueError, "'n_features' parameter .* Got 2.0"),
-        ({"cv": 1}, ValueError, r"'cv' parameter .* must be an int in the range \[2, inf\)"),
-        ({"max_steps": 0}, ValueError, r"'max_steps' parameter .* must be an int in the range \[1, inf\)"),
-        ({"task": "ranking"}, ValueError, "'task' parameter .* must be a str among .* Got 'ranking'"),
-        ({"net": 3}, ValueError, "'net' parameter .* must be a callable or None. Got 3"),
-        ({"net": nn.Linear(8, 3), "task": "classification"}, ValueError, "returns 2 logits for each row"),
-    ],
-)
-def test_bad_parameters_are_named(options, error, message):
-    x, y = product(n=40)
-    y = y > 0 if "task" in options else y
-    with pytest.raises(error, match=message):
-        NeuralFeatureSelector(**{**FAST, **options}).fit(x, y)
-
-
-def test_one_class_and_continuous_classes_are_refused():
-    x, y = product(n=40)
-    with pytest.raises(ValueError, match="one class"):
-        NeuralFeatureSelector(**FAST).fit(x, np.ones(40, dtype=int))
-    with pytest.raises(ValueError, match="continuous"):
-        NeuralFeatureSelector(task="classification", **FAST).fit(x, y)

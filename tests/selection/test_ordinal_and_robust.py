@@ -146,9 +146,3 @@ def test_cross_validation(short):
     x, y = data(SpikeSlabRobust)
     score = cross_val_score(SpikeSlabRobust(random_state=0), x, y, cv=2, scoring="neg_median_absolute_error").mean()
     assert score > -np.median(np.abs(y - np.median(y)))
-
-
-@pytest.mark.parametrize("kind", [SpikeSlabOrdinal, SpikeSlabRobust])
-def test_no_sum_over_gate_vectors(kind):
-    with pytest.raises(ValueError, match="Expected method='auto' or 'tempered' for the family"):
-        kind(method="enumerate").fit(*data(kind))

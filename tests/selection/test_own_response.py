@@ -176,11 +176,3 @@ def test_a_density_without_curvature():
     rng, x = features(10)
     with pytest.raises(ValueError, match=r"Expected the log density of Kinked\(\) to curve down"):
         SpikeSlabGLM(family=Kinked()).fit(x, rng.normal(size=10))
-
-
-def test_what_y_may_hold():
-    _, x = features(10)
-    with pytest.raises(ValueError, match=r"family GammaResponse\(\) to hold positive numbers, but got -1"):
-        SpikeSlabGLM(family=GammaResponse()).fit(x, np.full(10, -1.0))
-    with pytest.raises(ValueError, match="family"):
-        SpikeSlabGLM(family="poisson").fit(x, np.ones(10))

@@ -103,66 +103,6 @@ SQUARE, CROSSED, SQUARE_Y, N = moments(X, Y)
 R = np.corrcoef(X.T)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((SQUARE[:3], CROSSED, SQUARE_Y, N), {}, "Expected XtX of shape (p, p) and Xty of shape (p,), but got (3, 4)"),
-        ((SQUARE, CROSSED[:, None], SQUARE_Y, N), {}, "but got (4, 4) and (4, 1)"),
-        ((np.triu(SQUARE), CROSSED, SQUARE_Y, N), {}, "Expected XtX to be symmetric, but it is not"),
-        ((-SQUARE, CROSSED, SQUARE_Y, N), {}, "Expected sums of squares that are not negative in XtX and a positive"),
-        ((SQUARE, CROSSED, 0.0, N), {}, "a positive yty, but got"),
-        ((SQUARE * (2 * np.eye(4) - 1), CROSSED, SQUARE_Y, N), {}, "no data have these: XtX has a negative eigenvalue"),
-        ((SQUARE, 9 * CROSSED, SQUARE_Y, N), {}, "y @ y would be"),
-        ((np.ones((4, 4)), [1.0, 1.0, 1.0, 0.5], 4.0, N), {}, "times yty, or more, to go with Xty"),
-        ((SQUARE, CROSSED, SQUARE_Y, 2), {}, "Expected n, the number of observations, to be above 2, but got 2."),
-        ((SQUARE * np.nan, CROSSED, SQUARE_Y, N), {}, "Input XtX contains NaN"),
-        ((SQUARE, CROSSED, SQUARE_Y, N), {"X_mean": np.zeros(4)}, "Expected X_mean and y_mean both or neither"),
-        (
-            (SQUARE, CROSSED, SQUARE_Y, N),
-            {"X_mean": 0.5, "y_mean": 0.0},
-            "Expected X_mean of shape (4,), one for each feature, but got ().",
-        ),
-        (
-            (pd.DataFrame(SQUARE, columns=list("abcd")), CROSSED, SQUARE_Y, N),
-            {"X_mean": pd.Series(0.0, index=list("bacd")), "y_mean": 0.0},
-            "Expected X_mean in the order of XtX, but its names are in another; reorder it by X_mean[XtX.columns].",
-        ),
-        (
-            (SQUARE, CROSSED, SQUARE_Y, N),
-            {"X_mean": np.zeros(4), "y_mean": 0.0, "fit_intercept": False},
-            "and neither without an intercept",
-        ),
-    ],
-)
-def test_moments_that_are_refused(arguments, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SpikeSlabRegressor.from_moments(*arguments, **options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((CROSSED, SQUARE, N), "Expected R to be a correlation matrix, with ones on its diagonal, but got"),
-        ((np.ones(3), R, N), "Expected R of shape (p, p) and z of shape (p,), but got (4, 4) and (3,)"),
-        ((np.full(4, np.nan), R, N), "Input z contains NaN"),
-        ((np.ones(4), np.tril(R), N), "Expected R to be symmetric, but it is not; fill in both triangles."),
-        ((np.ones(4), R, 1), "Expected n, the number of observations, to be above 2, but got 1."),
-    ],
-)
-def test_z_scores_that_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SpikeSlabRegressor.from_z_scores(*arguments)
-
-
-def test_wrong_types():
-    for call in (
-        lambda: SpikeSlabRegressor.from_moments(SQUARE, CROSSED, SQUARE_Y, "40"),
-        lambda: SpikeSlabRegressor.from_z_scores(CROSSED, R, None),
-    ):
-        with pytest.raises(TypeError, match="Expected n to be a number, but got a value of type"):
-            call()
-
-
 # Whether z-scores and correlations belong together
 
 

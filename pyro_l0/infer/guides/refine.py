@@ -17,7 +17,7 @@ from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
 from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.guides.summaries import JointDraws
-from pyro_l0.infer.log_density import POINTS, Point
+from pyro_l0.infer.log_density import Point
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import seeded
 from pyro_l0.infer.slabs import Alignment, GateSite
@@ -92,8 +92,8 @@ class Collapsed(NamedTuple):
 
     def points(self, values: Mapping[str, Tensor]) -> list[Point]:
         """Generic values of gates, rates and slabs, beside those of the other latents."""
+        gates = gate_vectors(self.quadratic.gates, self.loc)
         with seeded(0):
-            gates = torch.bernoulli(torch.full((POINTS, self.quadratic.gates), 0.5)).to(self.loc)
             slabs = self.draw_slabs(gates)
         return [
             {
@@ -102,7 +102,7 @@ class Collapsed(NamedTuple):
                 **self.slabs.apart(w),
                 **{x.name: torch.full_like(values[x.name], float(r)) for x in self.rates},
             }
-            for z, w, r in zip(gates, slabs, torch.linspace(0.2, 0.8, POINTS), strict=True)
+            for z, w, r in zip(gates, slabs, torch.linspace(0.2, 0.8, len(gates)), strict=True)
         ]
 
     def log_joint(self, log_likelihood: LogLikelihood, points: Sequence[Point]) -> Tensor:
@@ -125,7 +125,6 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
     """
     slabs = joint.slab_posterior
     assert isinstance(slabs, StructuredSlabs)
-    _check_slabs(joint)
     shift = hyper - joint.hyper_start
     curvature, linear = slabs.quadratic()
     odds, loc, scale = _priors(joint, run_at, hyper)
@@ -156,43 +155,18 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
     )
 
 
-def _check_slabs(joint: CorrelatedPosterior) -> None:
-    """Refuse slabs with several gates and a prior mean, and gates without slabs."""
-    slabs = joint.slab_posterior
-    gate_of = slabs.gate_of.reshape(len(slabs.loc), -1)
-    several = (gate_of >= 0).sum(1) > 1
-    if bool(slabs.loc[several].any() or slabs.loc_shifts[several].any()):
-        raise ValueError(
-            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} that several gates switch to have a prior mean "
-            f"of 0, but got means of up to {float(slabs.loc[several].abs().max()):.3g}. Use sample_posterior."
-        )
-    alone = (torch.bincount(gate_of[gate_of >= 0], minlength=joint.gates.size) == 0).nonzero().flatten()
-    if len(alone):
-        raise ValueError(
-            f"Expected gates that enter the model as products with their slabs, but got no slab of gate site "
-            f"{_site_at(joint.gates, alone[0])!r}. Use sample_posterior."
-        )
-
-
 def _priors(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log odds of the gates, and means and deviations of the slabs, for rows of the other latents."""
     rates = {rate.name: rate.open.new_full(rate.shape, 0.5).to(hyper) for rate in joint.rates}  # ignored
 
-    def at(row: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(gates)})
+    def at(row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(row.new_ones(joint.gates.size))})
         found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
         normals = [joint.slabs.normal(name, sites[name]["fn"]) for name in joint.slabs.shapes]
         loc, scale = map(torch.cat, zip(*normals, strict=True))
         return torch.cat([x.reshape(-1) for x in found]), loc, scale
 
-    odds, loc, scale = map(torch.stack, zip(*(at(row, hyper.new_ones(joint.gates.size)) for row in hyper), strict=True))
-    others = torch.stack([at(hyper[0], gates)[0] for gates in gate_vectors(joint.gates.size, hyper)])
-    moved = (odds[0] != others).any(0).nonzero().flatten()
-    if len(moved):
-        raise ValueError(
-            f"Expected gates that are independent given the other latents, but the prior of gate site "
-            f"{_site_at(joint.gates, moved[0])!r} changes with the gates before. Use sample_posterior."
-        )
+    odds, loc, scale = map(torch.stack, zip(*map(at, hyper), strict=True))
     return odds, loc, scale
 
 
@@ -203,11 +177,6 @@ def _gates(joint: CorrelatedPosterior, odds: Tensor, tilt: Tensor) -> SiteGates:
         prior = BetaBinomialGates(float(rate.open), float(rate.closed), weights)
         rates.append((torch.cat([positions[name] for name in rate.gates]), prior))
     return SiteGates(odds, rates, tilt)
-
-
-def _site_at(gates: Layout, position: Tensor) -> str:
-    own = gates.positions(position.device)
-    return next(name for name, positions in own.items() if bool((positions == position).any()))
 
 
 def _log_odds(name: str, site: Site) -> Tensor:

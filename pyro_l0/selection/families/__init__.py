@@ -9,7 +9,7 @@ from pyro_l0.selection.families.bernoulli import Bernoulli, Binomial
 from pyro_l0.selection.families.categorical import Categorical
 from pyro_l0.selection.families.cox import Cox
 from pyro_l0.selection.families.family import Family
-from pyro_l0.selection.families.normal import Gaussian, Multivariate
+from pyro_l0.selection.families.normal import Correlated, Gaussian, Multivariate
 from pyro_l0.selection.families.ordinal import Ordinal
 from pyro_l0.selection.families.poisson import NegativeBinomial, Poisson
 from pyro_l0.selection.families.student import Student
@@ -18,6 +18,7 @@ __all__ = [
     "Bernoulli",
     "Binomial",
     "Categorical",
+    "Correlated",
     "Cox",
     "Family",
     "Gaussian",

@@ -41,7 +41,7 @@ class Family(ABC):
         has_closed_form: whether coefficients, intercept and noise are integrated out in closed form, which only the
             normal distribution has.
         is_logistic: whether Polya-Gamma variables make the log likelihood quadratic, as for logits of 0 and 1.
-        is_partial: whether there is a partial likelihood instead of a distribution of y.
+        is_partial: whether there is a likelihood of all observations alone, such as a partial one, and none of each.
         reach: by how much a Newton step may change a linear predictor.
     """
 

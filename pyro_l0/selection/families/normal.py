@@ -12,7 +12,7 @@ from torch.distributions import Distribution, HalfCauchy
 
 from pyro_l0.selection.families.family import Array, Family
 
-__all__ = ["Gaussian", "Multivariate", "smallest_noise"]
+__all__ = ["Correlated", "Gaussian", "Multivariate", "smallest_noise"]
 
 _SMALLEST_NOISE = 1e-5
 
@@ -42,6 +42,21 @@ class Gaussian(Family):
         return np.broadcast_to(parameters["noise_scale"] ** 2, eta.shape)
 
 
+class Correlated(Gaussian):
+    """Numbers around eta with normal noise that correlates between the rows of a fit: that of others is unknown."""
+
+    is_partial = True
+
+    def sample(self, eta: Array, random: np.random.Generator, **parameters: Array) -> Array:
+        raise ValueError(
+            "Expected a fit that tells the noise of new observations, but noise_covariance tells that of the fitted "
+            "rows; predict their means, or add noise of your own to sample()'s coef @ X.T + intercept."
+        )
+
+    def variance(self, eta: Array, **parameters: Array) -> Array:
+        return self.sample(eta, np.random.default_rng())
+
+
 class _Noise(HalfCauchy):
     """The scale of noise, of which tiny ones are impossible."""
 
@@ -66,6 +81,15 @@ class Multivariate(Gaussian):
     def priors(self, y: Tensor, unit: float) -> Mapping[str, Distribution]:
         scale = torch.full((self.outputs,), unit, dtype=torch.float64)
         return {"noise_scale": _Noise(scale, smallest_noise(1.0, unit**2))}
+
+    def check(self, y: Array, weight: Array, intercept: bool) -> None:
+        """Refuse a response that does not vary."""
+        middle = self.middle(y, weight) * intercept
+        constant = np.flatnonzero(self.unit(y - middle, weight) <= 10 * np.finfo(np.float64).eps * np.abs(middle))
+        if len(constant):
+            raise ValueError(
+                f"Expected each response to vary, but that of column {constant[0]} does not; leave it out."
+            )
 
     def derivatives(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> tuple[Tensor, Tensor]:
         precision = parameters["noise_scale"] ** -2

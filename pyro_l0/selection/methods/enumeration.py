@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from pyro_l0.selection.design import make_design
+from pyro_l0.selection.design.design import Design
+from pyro_l0.selection.design.draft import Draft
 from pyro_l0.selection.families import Family, family_of
 from pyro_l0.selection.methods.exact_chains import continued
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
@@ -76,10 +77,10 @@ def exact_posterior(
         >>> exact.active_probs.round(2)
         array([1.  , 0.09])
     """
-    design = make_design(
-        X,
-        y,
-        family_of(family, y),
+    draft = Draft(
+        family=family_of(family, y),
+        x=X,
+        y=y,
         rate=rate,
         expected_size=expected_size,
         slab_scale=slab_scale,
@@ -87,6 +88,7 @@ def exact_posterior(
         standardize=standardize,
         fit_intercept=fit_intercept,
     )
+    design = Design(draft)
     number = _number(seed)
     return design.posterior(enumerate_posterior(design.problem, draws=draws, seed=number), number)
 

@@ -1,23 +1,19 @@
 """Fits of spike and slab beside known posteriors: python tests/bench/posteriors/bench_posteriors.py --line LINE
 
 LINE says which designs: 1 Gaussian regressions (five, and three of 15 features with new data for each seed), 2
-logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 4 which of three guides
-is right where (evidence minus ELBO, error, seconds; fits that ``check_fit`` calls wrong), 6 whether ``check_fit`` flags
-the fits that are wrong and no other, 5 the designs of line 1 through ``SpikeSlabRegressor(standardize=False,
-fit_intercept=False)`` by both methods, with noise, slab scale and rate known. Each design is fitted once per seed by
-``AutoSpikeSlab`` and ``fit`` as they come; a row appears when its design is done. Columns: the largest error of an
-inclusion probability (worst and median over the seeds), the log evidence minus the ELBO, processor seconds of a fit on
-one core, how many fits ``check_fit`` calls wrong, and the largest error of a posterior mean of a coefficient and of
-each hyperparameter (which has a limit) and its logarithm (which has none). Of the exact pair the range of both members'
-probabilities, which should be .5 ± .03, is shown too. A limit that is missed is marked with an exclamation mark, and
-then the command ends with 1. ``--quick`` takes one seed and 300 steps. ``--gates`` and ``--slabs`` fit another guide;
-``--design`` takes the designs whose names contain the text.
+logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 6 whether ``check_fit``
+flags the fits of three guides that are wrong and no other. Each design is fitted once per seed by ``AutoSpikeSlab`` and
+``fit`` as they come; a row appears when its design is done. Columns: the largest error of an inclusion probability
+(worst and median over the seeds), the log evidence minus the ELBO, processor seconds of a fit on one core, how many
+fits ``check_fit`` calls wrong, and the largest error of a posterior mean of a coefficient and of each hyperparameter
+(which has a limit) and its logarithm (which has none). Of the exact pair the range of both members' probabilities,
+which should be .5 ± .03, is shown too. A limit that is missed is marked with an exclamation mark, and then the command
+ends with 1. ``--quick`` takes one seed and 300 steps. ``--design`` takes the designs whose names contain the text.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import statistics
 import sys
@@ -26,7 +22,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pyro
 import torch
 
@@ -34,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
-from pyro_l0.selection import SpikeSlabRegressor
-from tests.bench.posteriors.posterior_references import reference
 from tests.bench.timing import options_of, table_head, table_row
+from tests.posterior_references import reference
 from tests.reference_posteriors import Posterior
 from tests.spike_slab_designs import (
     Design,
@@ -171,49 +165,6 @@ def accuracy(line: int, options: argparse.Namespace) -> bool:
     return kept
 
 
-def guides(options: argparse.Namespace) -> bool:
-    """Print the table of line 4, a row for each guide; it has no limits."""
-    designs = [d for d in gaussian_designs() if d.name in (*MISLED, "AR(1)")]
-    table_head("gates", "slabs", *(design.name for design in designs))
-    for gates, slabs in GUIDES:
-        cells, how = [gates, slabs], argparse.Namespace(**{**vars(options), "gates": gates, "slabs": slabs})
-        for design in designs:
-            runs = [run(design, reference(design), seed, how) for seed in range(options.seeds)]
-            gap, error, seconds = (max(getattr(r, name) for r in runs) for name in ("gap", "error", "seconds"))
-            flagged = f"{sum(r.is_flagged for r in runs)} of {len(runs)}"
-            cells.append(f"{gap:.3f} / {error:.3f} / {seconds:.1f} s; {flagged}")
-        table_row(*cells)
-    return True
-
-
-def estimators(options: argparse.Namespace) -> bool:
-    """Print the table of line 5, whose limits are those of line 1."""
-    kept, names = True, ("error", "gap", "mean", "sd", "seconds")
-    table_head("method", "design", "seeds", *(f"{name}: worst" for name in names))
-    for method, part in itertools.product(("enumerate", "tempered"), LINES[1]):
-        limits = {"error": part.limits.error, "gap": part.limits.gap, "seconds": part.limits.seconds}
-        for same in zip(*(part.designs(seed) for seed in range(options.seeds)), strict=True):
-            if options.design in same[0].name:
-                worst = np.max([estimated(design, method, seed) for seed, design in enumerate(same)], axis=0)
-                cells = [cell(x, limits.get(name, math.inf)) for name, x in zip(names, worst, strict=True)]
-                kept &= not any("!" in c for c in cells)
-                table_row(method, same[0].name, len(same), *cells)
-    return kept
-
-
-def estimated(design: Design, method: str, seed: int) -> tuple[float, ...]:
-    """Largest errors of probabilities, evidence, means and deviations, and seconds."""
-    known = reference(design)
-    scales = {"rate": design.rate, "slab_scale": design.tau, "noise_scale": design.sigma}
-    model = SpikeSlabRegressor(standardize=False, fit_intercept=False, method=method, random_state=seed, **scales)
-    start = time.process_time()
-    model.fit(design.x.numpy(), design.y.numpy())
-    seconds = time.process_time() - start
-    pairs = (model.pip_, known.inclusion), (model.coef_, known.mean), (model.coef_sd_, known.sd)
-    errors = [float(np.abs(found - exact.numpy()).max()) for found, exact in pairs]
-    return errors[0], abs(model.log_evidence_ - known.log_evidence), *errors[1:], seconds
-
-
 def verdicts(options: argparse.Namespace) -> bool:
     """Print the table of line 6; returns whether each verdict is the one that is wanted."""
     kept = True
@@ -235,27 +186,17 @@ def verdicts(options: argparse.Namespace) -> bool:
 def main() -> None:
     """Print the tables that are asked for."""
     parser = options_of(__doc__)
-    parser.add_argument("--line", type=int, choices=range(1, 7), action="append", required=True)
+    parser.add_argument("--line", type=int, choices=(*LINES, 6), action="append", required=True)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--design", default="", help="part of a name")
-    parser.add_argument("--gates", default="autoregressive")
-    parser.add_argument("--slabs", default="structured")
-    parser.add_argument("--steps", type=int, help="of a fit, in the place of the library's, as for the next two")
-    parser.add_argument("--particles", type=int)
-    parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    recipe = {
-        "steps": 300 if options.quick else options.steps,
-        "num_particles": options.particles,
-        "learning_rate": options.learning_rate,
-    }
-    options.fit = {name: value for name, value in recipe.items() if value is not None}
+    options.gates, options.slabs = GUIDES[-1]
+    options.fit = {"steps": 300} if options.quick else {}
     options.seeds = 1 if options.quick else options.seeds
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, seeds 0 to {options.seeds - 1}")
-    tables = {4: guides, 5: estimators, 6: verdicts}
-    kept = [tables.get(line, lambda chosen, line=line: accuracy(line, chosen))(options) for line in options.line]
+    kept = [verdicts(options) if line == 6 else accuracy(line, options) for line in options.line]
     sys.exit(not all(kept))
 
 

@@ -4,9 +4,8 @@ Features are independent standard normal, and the first of them have effects. A 
 deviation of the noise, which is estimated. Ours is SpikeSlabRegressor as it comes, with select(.05), select(.1), which
 is its default, or the features with a PIP above .5, the median probability model. abess chooses its support size by
 EBIC. Every line: means over the seeds of F1 and of the share of the selected that is false, and
-seconds of one fit on one core. --seeds N takes so many seeds (100), --first those from that on, --design part of a
-name, --quick ten seeds of the first design; of many rows there is one seed, as abess takes a minute. bench_rivals.py
-has more tools, bench_wide.py more features.
+seconds of one fit on one core. --seeds N takes so many seeds (100), --design part of a name; of many rows there is one
+seed, as abess takes a minute. bench_rivals.py has more tools, bench_wide.py more features.
 """
 
 from __future__ import annotations
@@ -80,16 +79,13 @@ METHODS: tuple[Method, ...] = (ours, abess)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--design", default="", help="part of a name")
-    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    designs, seeds = (DESIGNS[:1], 10) if options.quick else (DESIGNS, options.seeds)
-    for design in designs:
+    for design in DESIGNS:
         if options.design not in design.name:
             continue
         rows: dict[str, list[tuple[float, float, float]]] = {}
-        for seed in range(options.first, options.first + min(seeds, design.most_seeds)):
+        for seed in range(min(options.seeds, design.most_seeds)):
             x, y = design.drawn(seed)
             for method in METHODS:
                 start = time.process_time()

@@ -10,9 +10,8 @@ learn with, and the regressor and the classifier learn all of them again. Of the
 in a bin, which share is open? Only data from these very priors can tell, since a posterior promises its probabilities
 in the mean over its own prior. The estimators scale the priors by the deviation of y; so the regressor's data are drawn
 again until that is within 2 % of the unit that they were drawn in, and labels until a fifth or more is of each class: a
-choice by y leaves the posterior given y as it is. With ``--priors other`` hyperparameters come from the priors of
-``other_hyperparameters``, which shows how much that matters. Standard errors are those that the posterior gives itself:
-gates of one data set depend on one another.
+choice by y leaves the posterior given y as it is. Standard errors are those that the posterior gives itself: gates of
+one data set depend on one another.
 
 A mark "!" stands where a number leaves what is asked: .93, or 3 standard errors, and then the command ends with 1; one
 in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets.
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
-from pyro_l0.selection.design import default_rate
+from pyro_l0.selection.design.design import default_rate
 from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration
 
 N, P, BLOCK, EFFECTS = 150, 30, 5, 3
@@ -64,7 +63,7 @@ def coverage(rho: float, options: argparse.Namespace) -> bool:
         beta[active] = 0.5 * rng.normal(size=EFFECTS)
         y = x @ beta + rng.normal(size=N)
         start = time.process_time()
-        found = SpikeSlabRegressor(method=options.method, random_state=seed).fit(x, y).credible_sets_
+        found = SpikeSlabRegressor(random_state=seed).fit(x, y).credible_sets_
         seconds += time.process_time() - start
         right += [bool((beta[list(s.features)] != 0).any()) for s in found]
         sizes += [len(s.features) for s in found]
@@ -90,7 +89,7 @@ class Hyperparameters(NamedTuple):
     intercept: float
 
 
-def own_hyperparameters(rng: np.random.Generator, p: int, family: str) -> Hyperparameters:
+def hyperparameters(rng: np.random.Generator, p: int, family: str) -> Hyperparameters:
     """Draws from the priors of the estimators, in units of the deviation of y."""
     rate = rng.beta(*default_rate(p))
     if family == "gaussian":
@@ -98,20 +97,11 @@ def own_hyperparameters(rng: np.random.Generator, p: int, family: str) -> Hyperp
     return Hyperparameters(rate, 2.0 * abs(rng.normal()), 0.0, 10.0 * rng.normal())
 
 
-def other_hyperparameters(rng: np.random.Generator, p: int, family: str) -> Hyperparameters:
-    """Draws from priors of other shapes, whatever the number of features."""
-    rate = rng.beta(2.0, 8.0)
-    slab = math.exp(rng.normal(-0.7 if family == "gaussian" else 0.3, 0.5))
-    noise = math.exp(rng.normal(0.0, 0.5))
-    return Hyperparameters(rate, slab, noise, 2.0 if family == "gaussian" else 0.3)
-
-
-def draw_model(rng: np.random.Generator, n: int, p: int, family: str, priors: str) -> tuple[Array, Array, Array]:
+def draw_model(rng: np.random.Generator, n: int, p: int, family: str) -> tuple[Array, Array, Array]:
     """Features AR(.7), observations and gates, with hyperparameters from their priors."""
     x = features("ar", 0.7, rng, n, p)
-    draw = own_hyperparameters if priors == "own" else other_hyperparameters
     while True:
-        hyper = draw(rng, p, family)
+        hyper = hyperparameters(rng, p, family)
         z = rng.random(p) < hyper.rate
         predictor = hyper.intercept + x @ (z * rng.normal(size=p)) * hyper.slab
         if family == "gaussian":
@@ -120,7 +110,7 @@ def draw_model(rng: np.random.Generator, n: int, p: int, family: str, priors: st
         else:
             y = (rng.random(n) < 1 / (1 + np.exp(-predictor))).astype(float)
             kept = 0.2 <= y.mean() <= 0.8
-        if kept or (priors == "other" and y.std() > 0):
+        if kept:
             return x, y, z
 
 
@@ -129,9 +119,9 @@ def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> boo
     counted, seconds = Calibration(), 0.0
     kind: Any = SpikeSlabRegressor if family == "gaussian" else SpikeSlabClassifier
     for seed in range(options.replicates):
-        x, y, z = draw_model(np.random.default_rng(seed), n, p, family, options.priors)
+        x, y, z = draw_model(np.random.default_rng(seed), n, p, family)
         start = time.process_time()
-        model = kind(method=options.method, random_state=seed).fit(x, y)
+        model = kind(random_state=seed).fit(x, y)
         seconds += time.process_time() - start
         inclusion = torch.as_tensor(model.pip_)
         counted.inclusion.append(inclusion)
@@ -139,7 +129,7 @@ def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> boo
         covariance = torch.as_tensor(np.atleast_2d(np.cov(model.sample(2000)["gates"].T.astype(float))))
         counted.covariances.append(covariance.diagonal_scatter(inclusion * (1 - inclusion)))
     each = f"{seconds / options.replicates:.2f} s a data set"
-    print(f"{kind.__name__}, n = {n}, p = {p}, {options.priors} priors, method {model.method_}: {each}")
+    print(f"{kind.__name__}, n = {n}, p = {p}, method {model.method_}: {each}")
     kept = True
     for (count, mean, share, score), low, high in zip(counted.bins(), BINS, BINS[1:], strict=False):
         mark = "!" if abs(score) > MOST else ""
@@ -155,8 +145,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("sets", "calibration"), help="both, if it is not given")
     parser.add_argument("--replicates", type=int, default=200)
-    parser.add_argument("--priors", choices=("own", "other"), default="own", help="what calibration draws from")
-    parser.add_argument("--method", default="auto")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     options.replicates = 10 if options.quick else options.replicates

@@ -38,7 +38,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.bench.posteriors.posterior_references import exact_posterior
+from tests.posterior_references import exact_posterior
 from tests.spike_slab_designs import Design
 
 __all__ = ["Calibration", "replicate", "settings"]

@@ -42,14 +42,15 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 from torch.utils.flop_counter import FlopCounterMode
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0 import prune
 from pyro_l0.pruning import Training
-from tests.bench.pruning.importance import renew_statistics, train
-from tests.bench.pruning.importance_runs import Shuffled
+from tests.bench.pruning.bench_pruning import Shuffled, train
 
 METHODS = ("gates", "l1", "l1_global", "taylor", "taylor_global")
 BUDGET, STEPS, BATCH, PASS = 0.3, 410, 64, 82  # batches of a pass
@@ -252,7 +253,7 @@ def run(given: Problem, method: str, seed: int) -> Row:
         network, row["certificate"], row["cut"] = found.network, found.certificate, found.report.cut
     else:
         network = torch_pruning(given, method)
-        renew_statistics(network, given.batches)
+        update_bn(given.batches, network)
         row["cut"] = given.wrong(network)
         train(network, given.batches, STEPS, given.loss)
     row["seconds"] = time.process_time() - start

@@ -2,22 +2,16 @@
 
 A row for each network: of `suggest_gates`; of `NetworkCost` with the gates that it suggests; of the first weights and
 multiply-adds; of `compact` with every other gate closed, and its peak memory beyond what was there, in MiB, beside
-that of the network; of a forward and backward pass in float64; and of Torch-Pruning's whole pruning by half. Each
-network has a process of its own, and each process a small network first. Below are the exponents of the growth of
-residual MLPs with depth and with width, by least squares. ``--only`` names some of the networks. Those of timm and
-torchvision, and Torch-Pruning, need the extra ``zoo``; a row without its library says so.
-
-``--record``: seconds to record and to analyse a BERT of base size (12 layers, 768 units, 12 heads; a gate on every head
-and hidden unit) and a ResNet-50 (a gate behind every activation in its blocks), written out here, with half of the
-gates closed. Columns: operations, seconds to record a call (median of three; the network's own call is a part of it),
-seconds of that call alone, seconds of the analysis, units removed of those closed, and multiply-adds before and after.
+that of the network; and of a forward and backward pass in float64. Each network has a process of its own, and each
+process a small network first. Below are the exponents of the growth of residual MLPs with depth and with width, by
+least squares. ``--only`` names some of the networks. Those of timm and torchvision need the extra ``zoo``; a row
+without its library says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import sys
 import time
 import warnings
@@ -35,10 +29,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import L0Gate, NetworkCost, insert_gates, suggest_gates
-from pyro_l0.nn.engine import analyse, record
+from pyro_l0.nn import NetworkCost, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
-from tests.bench.pruning.zoo import _timm, _torchvision, last_layers
+from tests.engine.zoo.libraries import timm, torchvision
 
 _Result = TypeVar("_Result")
 Case = Callable[[], tuple[nn.Module, Tensor]]
@@ -92,12 +85,12 @@ def residual_mlp(width: int, depth: int) -> tuple[nn.Module, Tensor]:
 
 
 def of_timm(name: str, **given: object) -> tuple[nn.Module, Tensor]:
-    network, inputs = _timm(name, 64, **given)
+    network, inputs = timm(name, 64, **given)
     return network, inputs(2)
 
 
 def of_torchvision(name: str) -> tuple[nn.Module, Tensor]:
-    network, inputs = _torchvision(name, "classification")
+    network, inputs = torchvision(name, "classification")
     return network, inputs(2)
 
 
@@ -111,7 +104,7 @@ CASES: dict[str, Case] = {
     **{f"MLP, {depth} blocks": partial(residual_mlp, 64, depth) for depth in DEPTHS},
     **{name: partial(of_torchvision, name) for name in ("alexnet", "googlenet", "convnext_tiny")},
 }
-COLUMNS = ("suggest", "cost", "counts", "compact", "MiB", "network", "pass", "pruning")
+COLUMNS = ("suggest", "cost", "counts", "compact", "MiB", "network", "pass")
 
 
 def measure(name: str) -> dict[str, float | str]:
@@ -141,10 +134,6 @@ def _columns(network: nn.Module, example: Tensor) -> dict[str, float | str]:
     doubled = copy.deepcopy(network).double()
     _timed(found, "pass", lambda: _sum(doubled(example.double())).backward())
     found["network"] = sum(x.numel() * x.element_size() for x in network.parameters()) / 2**20
-    try:
-        _timed(found, "pruning", lambda: _torch_pruning(network, example))
-    except Exception as error:
-        found["pruning"] = type(error).__name__
     return found
 
 
@@ -165,15 +154,6 @@ def _sum(output: Tensor) -> Tensor:
     return output.sum()
 
 
-def _torch_pruning(network: nn.Module, example: Tensor) -> None:
-    import torch_pruning as tp
-
-    last, importance = last_layers(network, example), tp.importance.MagnitudeImportance(p=2)
-    tp.pruner.BasePruner(
-        network, example, importance=importance, pruning_ratio=0.5, ignored_layers=last, output_transform=_sum
-    ).step()
-
-
 def exponents(rows: Mapping[str, Mapping[str, float | str]]) -> None:
     """The slopes of log seconds over the logarithm of depth or of width."""
     for what, names, sizes in (
@@ -188,82 +168,12 @@ def exponents(rows: Mapping[str, Mapping[str, float | str]]) -> None:
             print(f"exponent in {what:11}" + "".join(f"{slope:10.2f}" for slope in slopes.values()))
 
 
-class Layer(nn.Module):
-    """A layer of BERT: attention and dense units, each with a residual sum and a norm behind it."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.heads, self.head_gate = heads, L0Gate(heads, dim=1)
-        self.inner, self.unit_gate = nn.Linear(width, 4 * width), L0Gate(4 * width)
-        self.outer = nn.Linear(4 * width, width)
-        self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
-        )
-        weights = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
-        x = self.norm(x + self.out(self.head_gate(weights @ v).transpose(1, 2).flatten(-2)))
-        return self.last(x + self.outer(self.unit_gate(nn.functional.gelu(self.inner(x)))))
-
-
-def bert() -> tuple[nn.Module, Tensor]:
-    layers = [Layer(768, 12) for _ in range(12)]
-    network = nn.Sequential(nn.Embedding(30_522, 768), nn.LayerNorm(768), *layers, nn.Linear(768, 2))
-    return network, torch.arange(8)[None]
-
-
-class Bottleneck(nn.Module):
-    """A block of ResNet-50."""
-
-    def __init__(self, inputs: int, inner: int, stride: int) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(
-            *self.part(inputs, inner, 1, 1), nn.ReLU(), L0Gate(inner, dim=1),
-            *self.part(inner, inner, 3, stride), nn.ReLU(), L0Gate(inner, dim=1),
-            *self.part(inner, 4 * inner, 1, 1),
-        )  # fmt: skip
-        is_same = inputs == 4 * inner
-        self.shortcut = nn.Identity() if is_same else nn.Sequential(*self.part(inputs, 4 * inner, 1, stride))
-
-    @staticmethod
-    def part(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
-        return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.branch(x) + self.shortcut(x))
-
-
-def resnet() -> tuple[nn.Module, Tensor]:
-    blocks, inputs = [], 64
-    for number, inner in zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True):
-        for i in range(number):
-            blocks.append(Bottleneck(inputs, inner, 2 if i == 0 and inner > 64 else 1))
-            inputs = 4 * inner
-    stem = nn.Sequential(*Bottleneck.part(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-    tail = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-    return nn.Sequential(stem, *blocks, tail), torch.randn(1, 3, 224, 224)
-
-
-def median(function: Callable[[], _Result]) -> tuple[float, _Result]:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = function()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), result
-
-
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", action="store_true", help="time recordings and analyses instead")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="NETWORK")
     options = parser.parse_args()
-    if options.record:
-        return record_and_analyse()
     rows = {}
     print(f"{'network':22}" + "".join(f"{column:>10}" for column in COLUMNS))
     for name in options.only:  # each in a fresh process, for its memory
@@ -273,24 +183,6 @@ def main() -> None:
         texts = [x if isinstance(x, str) else f"{x:.0f}" if x >= 100 else f"{x:.2f}" for x in cells]
         print(f"{name:22}" + "".join(f"{text:>10}" for text in texts), flush=True)
     exponents(rows)
-
-
-def record_and_analyse() -> None:
-    print("network    operations  record    call  analysis  removed of closed    multiply-adds")
-    for name, make in (("BERT-base", bert), ("ResNet-50", resnet)):
-        network, example = make()
-        network.eval()
-        closed = {site: torch.arange(gate.size) % 2 == 1 for site, gate in gate_names(network).items()}
-        recording_seconds, recording = median(lambda network=network, example=example: record(network, example))
-        with torch.no_grad():
-            call_seconds, _ = median(lambda network=network, example=example: network(example))
-        seconds, analysis = median(lambda recording=recording, closed=closed: analyse(recording, closed))
-        removed = sum(len(units) for units in analysis.removed.values())
-        print(
-            f"{name:10}{len(recording.operations):11}{recording_seconds:8.2f}{call_seconds:8.2f}{seconds:10.2f}"
-            f"{removed:9} of {sum(int(mask.sum()) for mask in closed.values()):6}"
-            f"{analysis.multiply_adds(remaining=False):17,} to {analysis.multiply_adds():,}"
-        )
 
 
 if __name__ == "__main__":

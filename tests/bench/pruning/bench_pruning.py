@@ -1,48 +1,87 @@
-"""Gates beside importance scores: python tests/bench/pruning/bench_pruning.py --out OUT
+"""What ``prune`` costs in error: python tests/bench/pruning/bench_pruning.py --out OUT
 
 Networks: ``mlp``, 784-300-100 on MNIST with gates for its inputs; ``cnn``, three convolutions with BatchNorm and a
-dense layer on MNIST; ``resnet``, a residual network of three blocks on 5,000 of CIFAR-10's images, 2,000 to test, with
-which nothing of ours was chosen but the share of the steps after the cut; ``plain``, three convolutions with max pools
-and a hidden layer, without BatchNorm, on as many other images of CIFAR-10, with which nothing was chosen. Each is
-trained for 1,200 to 3,000 steps and then pruned by every method in 1,000 steps, for every budget and seed. A row of the
-table is a network, a budget and a method: mean and standard deviation of the test error.
+dense layer on MNIST; ``resnet``, a residual network of three blocks on 5,000 of CIFAR-10's images, 2,000 to test;
+``plain``, three convolutions with max pools and a hidden layer, without BatchNorm, on as many other images of CIFAR-10.
+Each is trained for 1,200 to 3,000 steps and then pruned in 1,000 steps, for every budget and seed. A row of the table
+is a network and a budget: mean and standard deviation of the test error.
 
 The data are MNIST's four files, in ``--mnist`` or the folder that MNIST_DIR names, and CIFAR-10's batches, in
 ``--cifar`` or CIFAR_DIR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes for the
-other two; what is in OUT is not run again, so that a long comparison may be interrupted, or shared out by
-``--network``, ``--budget``, ``--method`` and ``--seeds``. ``--table`` prints what is there and runs nothing. With
-``--finetune`` gates leave another part of the steps to the network as cut, and with ``--distil WEIGHT TEMPERATURE``
-every method distils from the trained network, for each of which OUT should be another folder.
+other two; what is in OUT is not run again. ``--table`` prints what is there and runs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pyro
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+import pyro_l0
 from common.cifar import load_cifar
 from common.data import load_mnist
 from common.residual import ResidualNetwork
 from common.sweep import read_result, write_json
-from tests.bench.pruning.importance_runs import ENTRIES, METHODS, Problem, Row, Shuffled, pretrain, prune, table
-from tests.bench.pruning.masks import MASKS
+from pyro_l0.nn import L0Gate, insert_gates, suggest_gates
+from pyro_l0.pruning import Training
+from pyro_l0.training import Checkpoint
 
 STEPS, PASS = 1000, 50  # batches per pass, of which there are whole numbers in all the steps
 DENSE_STEPS = {"mlp": 3000, "cnn": 2000, "resnet": 1200, "plain": 1200}
 BUDGETS = (0.3, 0.05)
 CIFAR_TRAIN, CIFAR_TEST = 5000, 2000
+LEARNING_RATE, FALL = 1e-3, 0.75  # from which part of the steps on the rate falls
+ENTRIES = ("budget", "seed", "dense", "cut", "end", "used")
+Row = dict[str, Any]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Shuffled:
+    """Passes over some data in whole batches, shuffled anew in each; ``count`` of them."""
+
+    def __init__(self, x: Tensor, y: Tensor, batch_size: int, count: int) -> None:
+        self.x, self.y, self.batch_size, self.count = x, y, batch_size, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in torch.randperm(len(self.x)).split(self.batch_size)[: self.count]:
+            yield self.x[chosen], self.y[chosen]
+
+
+def train(
+    network: nn.Module,
+    batches: Iterable[Any],
+    steps: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+) -> None:
+    """Train in place by Adam, whose steps fall to 0 by a cosine over the last quarter."""
+    optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE, fused=True)
+    passes = itertools.chain.from_iterable(itertools.repeat(batches))
+    network.train()
+    for step, (x, y) in enumerate(itertools.islice(passes, steps)):
+        done = max(0.0, (step / steps - FALL) / (1 - FALL))
+        optimiser.param_groups[0]["lr"] = LEARNING_RATE * (0.5 + 0.5 * math.cos(math.pi * done))
+        optimiser.zero_grad()
+        loss_fn(network(x), y).backward()
+        optimiser.step()
 
 
 def mlp() -> nn.Module:
@@ -77,6 +116,22 @@ def plain() -> nn.Module:
 MAKE = {"mlp": mlp, "cnn": cnn, "resnet": resnet, "plain": plain}
 
 
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A network, the batches of its training, and its test images."""
+
+    name: str
+    batches: Shuffled
+    test_x: Tensor
+    test_y: Tensor
+
+    @torch.no_grad()
+    def error(self, network: nn.Module) -> float:
+        network.eval()
+        wrong = [network(x).argmax(1) != y for x, y in zip(self.test_x.split(500), self.test_y.split(500), strict=True)]
+        return 100 * float(torch.cat(wrong).float().mean())
+
+
 def problem(network: str, mnist: Path | None, cifar: Path | None) -> Problem:
     """A network and its data."""
     if network in ("resnet", "plain"):
@@ -84,62 +139,93 @@ def problem(network: str, mnist: Path | None, cifar: Path | None) -> Problem:
         part = int(network == "plain")  # which of the images
         train, test = (slice(part * count, (part + 1) * count) for count in (CIFAR_TRAIN, CIFAR_TEST))
         train_x, test_x = ((x.float() / 255 - 0.47) / 0.25 for x in (images.train_x[train], images.test_x[test]))
-        batches, test_y = Shuffled(train_x, images.train_y[train], 64, PASS), images.test_y[test]
+        return Problem(network, Shuffled(train_x, images.train_y[train], 64, PASS), test_x, images.test_y[test])
+    digits = load_mnist(mnist)
+    train_x, test_x = (x.unflatten(1, digits.image_shape) for x in (digits.train_x, digits.test_x))
+    return Problem(network, Shuffled(train_x, digits.train_y, 100, PASS), test_x, digits.test_y)
+
+
+def pretrained(problem: Problem, seed: int, path: Path) -> nn.Module:
+    """The dense network of a seed, trained, or read from where it was written when it was."""
+    checkpoint = Checkpoint(path, {"seed": seed, "steps": DENSE_STEPS[problem.name]})
+    torch.manual_seed(seed)
+    network = MAKE[problem.name]()
+    if path.exists():
+        checkpoint.load(network.load_state_dict)
     else:
-        digits = load_mnist(mnist)
-        train_x, test_x = (x.unflatten(1, digits.image_shape) for x in (digits.train_x, digits.test_x))
-        batches, test_y = Shuffled(train_x, digits.train_y, 100, PASS), digits.test_y
-    return Problem(MAKE[network], batches, test_x, test_y, DENSE_STEPS[network] // PASS, STEPS // PASS)
+        train(network, problem.batches, DENSE_STEPS[problem.name])
+        checkpoint.save(network.state_dict())
+    return network
 
 
-def run(network: str, budgets: Sequence[float], options: argparse.Namespace) -> list[Row]:
+def places(network: nn.Module, example: Tensor) -> dict[str, L0Gate]:
+    """Gates behind activations, or the max pools after them, and behind what flattens images.
+
+    Places on the same units, as in a residual stream, have one gate, because what these units cost leaves only where
+    all of them are closed. Parts of units, as the pixels of a flattened map, have none.
+    """
+    kinds = nn.ReLU, nn.MaxPool2d, nn.Flatten
+    found = (place for place in suggest_gates(network, example).locations if not place.is_composite)
+    return {place.path: place.gate for place in found if isinstance(network.get_submodule(place.path), kinds)}
+
+
+def prune(problem: Problem, network: nn.Module, budget: float, seed: int) -> Row:
+    """Prune a copy of a trained network; how it did is a row of the table."""
+    torch.manual_seed(seed)
+    pyro.set_rng_seed(seed)
+    example = problem.test_x[:1]
+    gated = insert_gates(network, places(network, example))
+    options: dict[str, Any] = {"epochs": STEPS // PASS, "training": Training(evaluate=problem.error)}
+    report = pyro_l0.prune(gated, F.cross_entropy, problem.batches, example, budget, **options).report
+    left, full = report.left["macs"]
+    row = {"budget": budget, "seed": seed, "dense": problem.error(network)}
+    return {**row, "cut": report.cut, "end": report.end, "used": left / full / budget}
+
+
+def run(network: str, options: argparse.Namespace) -> list[Row]:
     """The rows of a network, those that are missing computed unless the table alone is asked for."""
-    rows, data = [], None
-    for seed, budget, method in itertools.product(options.seeds, budgets, options.method):
-        path = options.out / f"{network}-{method}-{budget:g}-{seed}.json"
-        described = {"network": network, "steps": STEPS}
-        if options.finetune is not None:
-            described["finetune"] = options.finetune
-        if options.distil is not None:
-            described["distil"] = options.distil
+    rows, data, described = [], None, {"network": network, "steps": STEPS}
+    for seed, budget in itertools.product(options.seeds, options.budget):
+        path = options.out / f"{network}-gates-{budget:g}-{seed}.json"
         if not path.exists():
             if options.table:
                 continue
-            own = {"finetune": options.finetune, "distil": options.distil and tuple(options.distil)}
-            data = data or replace(problem(network, options.mnist, options.cifar), **own)
-            dense = pretrain(data, seed, options.out / f"{network}-dense-{seed}.pt")
+            data = data or problem(network, options.mnist, options.cifar)
+            dense = pretrained(data, seed, options.out / f"{network}-dense-{seed}.pt")
             start = time.perf_counter()
-            row = prune(data, dense, method, budget, seed)
+            row = prune(data, dense, budget, seed)
             write_json(path, {**row, "seconds": time.perf_counter() - start, "options": described})
-            errors = f"dense {row['dense']:.2f} %, at the cut {row['cut']:.2f} %, at the end {row['end']:.2f} %"
-            seconds = f"{time.perf_counter() - start:.0f} s"
-            print(
-                f"{network} {budget:g} {method} seed {seed}: {errors}, {row['used']:.3f} of the budget, {seconds}",
-                flush=True,
-            )
+            print(network, row, f"{time.perf_counter() - start:.0f} s", flush=True)
         rows.append(read_result(path, described, ENTRIES))
     return rows
+
+
+def spread(rows: Sequence[Row], entry: str) -> str:
+    """Mean and standard deviation, the latter of several seeds alone."""
+    mean = f"{statistics.fmean(row[entry] for row in rows):.2f}"
+    return mean if len(rows) == 1 else f"{mean} ± {statistics.stdev(row[entry] for row in rows):.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--network", choices=list(DENSE_STEPS), nargs="+", default=list(DENSE_STEPS))
+    parser.add_argument("--network", choices=list(MAKE), nargs="+", default=list(MAKE))
     parser.add_argument("--budget", type=float, nargs="+", default=BUDGETS)
-    parser.add_argument("--method", choices=(*METHODS, *MASKS), nargs="+", default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
-    parser.add_argument("--finetune", type=float)
-    parser.add_argument("--distil", type=float, nargs=2, metavar=("WEIGHT", "TEMPERATURE"))
     parser.add_argument("--mnist", type=Path, default=os.environ.get("MNIST_DIR"))
     parser.add_argument("--cifar", type=Path, default=os.environ.get("CIFAR_DIR"))
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    found = {network: run(network, options.budget, options) for network in options.network}
-    for network, rows in found.items():
-        if rows:
-            print(f"\n{network}. {table(rows)}", flush=True)
+    found = {network: run(network, options) for network in options.network}
+    print("| network | budget | dense, % | as cut, % | at the end, % | part of the budget used | seeds |")
+    print("|---|---|---|---|---|---|---|")
+    for network, budget in itertools.product(found, options.budget):
+        if rows := [row for row in found[network] if row["budget"] == budget]:
+            errors = " | ".join(spread(rows, entry) for entry in ("dense", "cut", "end"))
+            used = statistics.fmean(row["used"] for row in rows)
+            print(f"| {network} | {budget:g} | {errors} | {used:.3f} | {len(rows)} |")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ and from scratch, for three seeds. A row per run: what the network used of its b
 anything was taken out, the largest share of the budget that one unit takes, gates that are neither open nor closed,
 and the test error as cut and at the end. A row that is outside of its limits is marked: .95 to 1 of the budget, or .85
 to 1 where a unit takes more than a twentieth of it, and a twentieth of the gates undecided. Then the
-command ends with 1. ``--network``, ``--target``, ``--steps``, ``--seed`` and ``--pretrained`` choose runs.
+command ends with 1. ``--network``, ``--target``, ``--steps``, ``--seed`` and ``--pretrained`` choose runs;
+``--of macs parameters`` bounds the same part of both, of which the fuller budget is shown.
 """
 
 from __future__ import annotations
@@ -60,14 +61,7 @@ def pretrain(network: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> None
     plain = {id(gate): nn.Identity() for gate in gates}
     layers = [plain.get(id(module), module) for module in network] if isinstance(network, nn.Sequential) else []
     trained = nn.Sequential(*layers) if gates else network
-    optimiser = torch.optim.Adam(trained.parameters(), 1e-3, fused=True)
-    step = 0
-    while step < PRETRAINING_STEPS:
-        for x, y in loader:
-            optimiser.zero_grad()
-            F.cross_entropy(trained(x), y).backward()
-            optimiser.step()
-            step += 1
+    bench_pruning.train(trained, loader, PRETRAINING_STEPS)
 
 
 def main() -> None:
@@ -79,6 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", type=int, default=[300, 1000, 3000])
     parser.add_argument("--seed", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--pretrained", nargs="+", type=int, choices=(0, 1), default=[1, 0])
+    parser.add_argument("--of", nargs="+", choices=("macs", "parameters"), default=["macs"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserWarning)
@@ -108,7 +103,7 @@ def main() -> None:
                 F.cross_entropy,
                 batches,
                 x[:2],
-                target,
+                dict.fromkeys(options.of, target),
                 epochs=max(1, round(steps / len(batches))),
                 pretrained=bool(pretrained),
                 training=Training(evaluate=error),

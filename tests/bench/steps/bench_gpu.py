@@ -39,10 +39,9 @@ from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.nn import NetworkCost
+from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.square_norms import square_norms
-from tests.bench.steps.bench_wrn import without_gates
 from tests.bench.timing import medians, options_of, seconds_in_turn
 from tests.cases import ATOMIC, FAMILIES
 
@@ -112,6 +111,15 @@ def small_network(kind: str) -> tuple[nn.Module, Tensor]:
     if kind == "wrn":
         return wide_resnet(10, 1), torch.randn(8, 3, 32, 32)
     return build("mlp" if kind == "mlp" else "lenet5", 784), torch.rand(8, 784)
+
+
+def without_gates(net: nn.Module) -> nn.Module:
+    """The network with nothing in the place of its gates."""
+    for module in list(net.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, L0Gate):
+                setattr(module, name, nn.Identity())
+    return net
 
 
 def settings() -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -1,58 +1,40 @@
-"""Time of a training step with gates, and throughput of sampling and KL: python tests/bench/steps/bench_step.py
+"""Time of a training step with gates: python tests/bench/steps/bench_step.py
 
 MLP 784-300-100, batch 100, fused Adam, one thread. All steps run in turn within one process; the ratios are those of
 the medians over ``--rounds`` rounds. Baselines: the same loss written by hand on plain tensors (with this library's
 KL function, so that only what lies around it is compared), and the dense network without gates. The likelihood is
-the same call of ``cross_entropy`` in all of them; "l0, plate" states it by a subsampled plate and a ``Categorical``.
+the same call of ``cross_entropy`` in all of them.
 ``--torch`` instead takes the processor time of a plain loop with ``L0Gate`` and ``penalty``, at batches of 100 and 500
 and compiled.
-``--fit`` times a step of ``fit`` on a regression in minibatches, with and without a latent of each row, beside a step
-of Pyro's ``SVI`` with ``Trace_ELBO`` and as many vectorised particles on the same model and guide.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 import platform
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
-from torch.distributions import kl_divergence
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from pyro_l0 import (
-    BernoulliGate,
-    ExponentialGate,
-    ExponentialUniformGate,
-    HardConcrete,
-    HardKumaraswamy,
-    PowerLawGate,
-    RectifiedNormal,
-)
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
+from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.elbo.elbo import Objective
-from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.maths import hard_concrete_kl, quadrature
 from pyro_l0.nn import L0Gate, NetworkGates, penalty
 from pyro_l0.nn.gate import name_gates
-from tests.bench.timing import Step, medians, options_of, peak_kib, seconds_in_turn
+from tests.bench.timing import Step, medians, options_of, seconds_in_turn
 
 NUM_DATA, BATCH, LAM, SIZES = 60_000, 100, 0.1, (784, 300, 100, 10)
 GROUP_SIZES = {"net.0": 300.0, "net.3": 100.0, "net.6": 10.0}
-PLACES = torch.arange(BATCH)
 
 
 class Model(nn.Module):
@@ -77,28 +59,11 @@ class DenseModel(Model):
         self.net = nn.Sequential(*(layer for layer in self.net if not isinstance(layer, L0Gate)))
 
 
-class PlateModel(Model):
-    """The same, as a model that can also draw ``y``."""
-
-    def forward(self, x: Tensor, y: Tensor) -> None:
-        logits = self.net(x)
-        with pyro.plate("data", NUM_DATA, subsample=PLACES):
-            pyro.sample("y", dist.Categorical(logits=logits, validate_args=False), obs=y)
-
-
-def library_step(
-    objective: Objective,
-    x: Tensor,
-    y: Tensor,
-    family: type[GateDistribution] = HardConcrete,
-    make_model: Callable[[], Model] = Model,
-) -> Step:
+def library_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
     """One step of ``L0_ELBO(...)(model, guide)`` with a torch optimiser."""
-    model = make_model()
+    model = Model()
     name_gates(model)
-    estimator: EstimatorName | None = "arm" if family is BernoulliGate else None
-    elbo = L0_ELBO(objective, lam=LAM, group_size=GROUP_SIZES, estimator=estimator)
-    loss = elbo(model, AutoGate(model, family))
+    loss = L0_ELBO(objective, lam=LAM, group_size=GROUP_SIZES)(model, AutoGate(model))
     loss(x, y)
     return _step(lambda: loss(x, y), loss)
 
@@ -184,31 +149,6 @@ def svi_step(objective: Objective | None, x: Tensor, y: Tensor) -> Step:
     return lambda: svi.step(x, y)
 
 
-def time_fit(rounds: int, particles: int = 128) -> None:
-    """Steps on spike-and-slab regressions whose rows are drawn anew."""
-    x, y = torch.randn(10_000, 20), torch.randn(10_000)
-    for has_local in (False, True):
-
-        def model(has_local: bool = has_local) -> None:
-            with pyro.plate("features", x.shape[1], dim=-1):
-                w = pyro.sample("z", BernoulliGate(probs=0.3)) * pyro.sample("w", dist.Normal(0.0, 1.0))
-            with pyro.plate("data", len(x), subsample_size=BATCH, dim=-1) as rows:
-                intercept = pyro.sample("b", dist.Normal(0.0, 1.0)) if has_local else 0.0
-                pyro.sample("y", dist.Normal(intercept + w @ x[rows].mT, 1.0), obs=y[rows])
-
-        ours, other = (AutoSpikeSlab(model, slab={"w": "z"}) for _ in range(2))
-        for guide in (ours, other):
-            guide()
-        options: Any = {"num_particles": particles, "vectorize_particles": True}
-        elbo = L0_ELBO("spike_slab", slab=ours.slab, estimator="leave_one_out", **options)
-        svi = SVI(model, other, pyro.optim.Adam({"lr": 1e-3}), Trace_ELBO(max_plate_nesting=1, **options))
-        steps = {"fit": _step(elbo(model, ours), ours), "SVI": svi.step}
-        seconds = medians(seconds_in_turn(steps, rounds, 5, time.process_time))
-        each = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in seconds.items())
-        what = "a latent of each row" if has_local else "global latents"
-        print(f"{particles} particles, {what}: {each}, ratio {seconds['fit'] / seconds['SVI']:.2f}")
-
-
 def _step(loss: Callable[[], Tensor], module: nn.Module) -> Step:
     optimiser = torch.optim.Adam(module.parameters(), 1e-3, fused=True)
 
@@ -220,41 +160,15 @@ def _step(loss: Callable[[], Tensor], module: nn.Module) -> Step:
     return step
 
 
-def sample_and_kl(num_gates: int) -> tuple[float, float]:
-    """Seconds and peak bytes of rsample, KL and their gradient for many gates, in a process of its own."""
-    torch.set_num_threads(1)
-    log_alpha = torch.zeros(num_gates).normal_().requires_grad_()
-    prior = HardConcrete(-1.6, validate_args=False)
-
-    def run() -> None:
-        gate = HardConcrete(log_alpha, validate_args=False)
-        (gate.rsample().sum() + kl_divergence(gate, prior).sum()).backward()
-        log_alpha.grad = None
-
-    if num_gates <= 1_000_000:
-        run()  # warm; at the largest size the one run is long enough
-    before = peak_kib()
-    repeats = max(1, 2_000_000 // num_gates)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    seconds = (time.perf_counter() - start) / repeats
-    return seconds, 1024.0 * (peak_kib() - before)
-
-
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--svi", action="store_true", help="processor time of Pyro's SVI, and nothing else")
     parser.add_argument("--torch", action="store_true", help="plain loops with L0Gate, and nothing else")
-    parser.add_argument("--fit", action="store_true", help="steps of fit in minibatches, and nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.rand(BATCH, SIZES[0]), torch.randint(0, 10, (BATCH,))
-    if options.fit:
-        time_fit(options.rounds)
-        return
     if options.torch:
         time_torch(options.rounds)
         return
@@ -269,7 +183,6 @@ def main() -> None:
     steps = {
         "dense": dense_step(x, y),
         "l0": library_step("l0", x, y),
-        "l0, plate": library_step("l0", x, y, make_model=PlateModel),
         "l0 by hand": hand_step("l0", x, y),
         "free_energy": library_step("free_energy", x, y),
         "free_energy by hand": hand_step("free_energy", x, y),
@@ -282,26 +195,10 @@ def main() -> None:
         ("l0", "l0 by hand"),
         ("free_energy", "free_energy by hand"),
         ("l0", "dense"),
-        ("l0, plate", "dense"),
         ("free_energy", "dense"),
         ("l0 by hand", "dense"),
     ):
         print(f"{name + ' / ' + base:40s}{seconds[name] / seconds[base]:8.3f}")
-
-    print("\nl0 with other gates, one thread, in turn")
-    others = (RectifiedNormal, HardKumaraswamy, ExponentialGate, ExponentialUniformGate, PowerLawGate, BernoulliGate)
-    steps = {family.__name__: library_step("l0", x, y, family) for family in (HardConcrete, *others)}
-    seconds = medians(seconds_in_turn(steps, options.rounds, 20))
-    for name, value in seconds.items():
-        print(f"{name:24s}{1e3 * value:8.3f} ms a step, / HardConcrete {value / seconds['HardConcrete']:6.3f}")
-
-    print("\nrsample + KL + gradient, float32, one thread")
-    context = multiprocessing.get_context("spawn")
-    for num_gates in (10_000, 1_000_000, 10_000_000):
-        with context.Pool(1) as pool:
-            total, peak = pool.apply(sample_and_kl, (num_gates,))
-        memory = f"{peak / num_gates:8.0f} bytes a gate at the peak" if num_gates > 1_000_000 else ""
-        print(f"{num_gates:12,d} gates {1e9 * total / num_gates:8.1f} ns a gate {memory}")
 
 
 if __name__ == "__main__":

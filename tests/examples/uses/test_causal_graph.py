@@ -1,11 +1,10 @@
-"""examples/causal_graph.py and its rival: likelihoods, cycles, distances, and small graphs that are found."""
+"""examples/causal_graph.py: likelihoods, cycles, distances, and small graphs that are found."""
 
 import pytest
 import torch
 
 import causal_graph
 from causal_graph import Linear, Options, Perceptrons, acyclic, find_graph, random_data, structural_distance
-from tests.bench.rivals.notears import notears_linear, notears_mlp
 
 CHAIN = torch.tensor([[0, 1, 0], [0, 0, 1], [0, 0, 0]]).bool()
 
@@ -19,13 +18,11 @@ def chain(function):
     return x
 
 
-def test_quick_run(tmp_path, capsys, monkeypatch):
-    """A printed row and a picture; the rival's distance is that of its graph."""
-    monkeypatch.setattr(causal_graph, "notears_linear", lambda x: torch.zeros(3, 3).bool())
+def test_quick_run(tmp_path, capsys):
+    """A printed row and a picture."""
     rows = causal_graph.main(Options(kinds=("linear",), nodes=(3,), steps=5, seeds=(0, 1), out=tmp_path))
     assert list(rows) == [("linear", 3)]
-    edges, _, distance = rows["linear", 3].T
-    assert torch.equal(edges, distance)
+    assert rows["linear", 3].shape == (2, 2)
     assert "linear            3" in capsys.readouterr().out
     assert (tmp_path / "linear-3.png").stat().st_size > 1000
 
@@ -94,7 +91,6 @@ def test_a_linear_chain_is_found():
     x = chain(lambda cause: 1.5 * cause)
     torch.manual_seed(0)
     assert torch.equal(find_graph("linear", x, 2000), CHAIN)
-    assert torch.equal(notears_linear(x), CHAIN)
 
 
 @pytest.mark.slow
@@ -102,4 +98,3 @@ def test_a_curved_chain_is_found():
     x = chain(lambda cause: 3 * torch.tanh(cause))
     torch.manual_seed(0)
     assert torch.equal(find_graph("perceptrons", x, 2000), CHAIN)
-    assert torch.equal(notears_mlp(x), CHAIN)

@@ -55,8 +55,9 @@ class Trainer:
         Trainer(),
         partial(with_a_global),
         poutine.block(with_a_global, hide=["other"]),
+        Net(lambda net: with_a_global(), net=NETS[0]),
     ],
-    ids=["global", "nonlocal", "method", "object", "partial", "handler"],
+    ids=["global", "nonlocal", "method", "object", "partial", "handler", "module"],
 )
 def test_a_loss_that_is_computed_and_dropped(model):
     """No argument, nothing returned: the network that is in use tells it from a prior."""

@@ -137,25 +137,42 @@ def test_a_latent_site_that_no_guide_has(kind):
         check_fit(with_noise, guide)
 
 
-def test_gates_that_chains_do_not_know():
-    """The check refuses gates without a slab and gates with a prior that depends on others."""
+def test_gates_whose_prior_depends_on_others():
+    """Chains do not know it: the check refuses."""
 
-    def program(rate, offset):
+    def program():
         v = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.3)))
         with pyro.plate("features", 2):
-            z = pyro.sample("z", BernoulliGate(probs=0.1 + rate * v))
+            z = pyro.sample("z", BernoulliGate(probs=0.1 + 0.5 * v))
             w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        u = pyro.sample("u", dist.Normal(0.0, 1.0)) if not offset else 0.0
+        u = pyro.sample("u", dist.Normal(0.0, 1.0))
         observe(u * v + (z * w) @ X.mT)
 
-    for rate, offset, message in (
-        (0.0, True, "Expected gates that enter the model as products .* no slab of gate site 'v'"),
-        (0.5, False, "Expected gates that are independent .* prior of gate site 'z' changes with the gates before"),
-    ):
-        guide = correlated(lambda: program(rate, offset), SLAB if offset else {**SLAB, "u": "v"})  # noqa: B023
-        guide()
-        with pytest.raises(ValueError, match=message):
-            check_fit(guide.model, guide)
+    guide = correlated(program, {**SLAB, "u": "v"})
+    guide()
+    with pytest.raises(ValueError, match="but from one value of 'z' to another it changes by"):
+        check_fit(guide.model, guide)
+
+
+@pytest.mark.parametrize("see", [True, False])
+def test_a_gate_without_a_slab(see):
+    """One that nothing sees keeps its prior; one that the observations see is refused."""
+
+    def program():
+        v = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.3)))
+        z, w = features()
+        observe((z * w) @ X.mT)
+        if see:
+            pyro.sample("t", dist.Normal(v, 1.0), obs=torch.tensor(2.0))
+
+    guide = correlated(program, gates="mean_field", slabs="independent")
+    guide()
+    if see:
+        with pytest.raises(ValueError, match=r"to enter the model as products .* closing gates of 'v'"):
+            guide.refine(seed=0)
+    else:
+        # Sixteen chains with 1200 flips of three gates.
+        assert float(guide.refine(seed=0).active_probs()["v"]) == pytest.approx(0.3, abs=0.03)
 
 
 def test_slabs_and_units_of_a_correlated_guide():

@@ -11,7 +11,7 @@ import torch
 from scipy import integrate
 from torch.distributions import MultivariateNormal
 
-from tests.bench.posteriors.posterior_references import FILE, problem, reference
+from tests.posterior_references import FILE, problem, reference
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.sampled_posteriors import importance_sampled_posterior, long_chain_posterior
 from tests.spike_slab_designs import (

@@ -9,8 +9,8 @@ import torch
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab
-from tests.bench.posteriors.posterior_references import problem
 from tests.infer.regressions import enumerated
+from tests.posterior_references import problem
 from tests.reference_posteriors import GaussianPosterior
 from tests.sampled_posteriors import importance_sampled_posterior
 from tests.spike_slab_designs import Design

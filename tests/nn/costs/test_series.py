@@ -7,15 +7,19 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import L0Gate, NetworkCost, insert_gates, suggest_gates
+from pyro_l0.infer import L0_ELBO, AutoGate, factor
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.engine import record, rule
 from pyro_l0.nn.engine.dependency import find_dependencies
 from pyro_l0.nn.engine.statements import NormalForms, TruthTables
 from pyro_l0.nn.gate import gate_names
 from tests.bench.fuzz_cost import Excited, difference
+from tests.engine.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 
@@ -208,3 +212,21 @@ def test_gates_of_the_fuzz_are_there():
 
     numbers = [len(gate_names(make(seed)[0])) for seed in range(1000, 1010)]
     assert sum(number > 0 for number in numbers) >= 8
+
+
+def test_the_way_out_of_a_network_that_is_not_counted():
+    """Its gates are trained at a price that is given, and it is cut."""
+    network, x = ZOO["style_network"].network(), ZOO["style_network"].example(4)
+    with pytest.raises(ValueError, match="meanwhile train it with L0_ELBO, whose group_size you give"):
+        NetworkCost(network, x)
+
+    def model():
+        factor("y", -network(x).square().sum())
+
+    guide = AutoGate(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), L0_ELBO("l0", lam=1e-3, group_size={"style.2": 4.0, "gate": 30.0}))
+    for _ in range(2):
+        svi.step()
+    gates = {"style.2": torch.tensor([1.0, 0, 1, 1, 0, 1]), "gate": torch.tensor([1.0, 0, 1, 1, 1, 1, 0, 1])}
+    small = compact(network, gates, x).network
+    torch.testing.assert_close(small(x), fix_gates(network, gates)(x), rtol=1e-6, atol=1e-7)

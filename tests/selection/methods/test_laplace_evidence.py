@@ -12,7 +12,7 @@ from pyro_l0.maths import second_order
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
 from pyro_l0.selection.problem import Prior
-from tests.bench.posteriors.posterior_references import reference
+from tests.posterior_references import reference
 from tests.reference_posteriors import all_gates
 from tests.selection.families import named_problem
 from tests.spike_slab_designs import generalised_linear_designs
