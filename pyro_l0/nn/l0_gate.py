@@ -438,7 +438,7 @@ class _CallHook:
 
     def __call__(self, network: nn.Module, args: object) -> None:
         """Draw."""
-        if torch.compiler.is_compiling() or _in_model():
+        if torch.compiler.is_compiling():
             return
         gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x._parameters]
         # A network around this one has drawn already; own values may be left from a call that was interrupted.

@@ -95,6 +95,28 @@ def test_gates_with_a_posterior_do_not_warn(mode):
     compact(model.net, gates, X).network(X)
 
 
+def test_parameters_that_wait_for_their_gates_to_come_back():
+    """They keep their keys in files, follow the network, are cut with it, and are the same objects in the end."""
+    net = network()
+    name_gates(net)
+    net[5].requires_grad_(False)
+    before, location = set(net.state_dict()), net[2].location
+    AutoGate(net)(X)
+    assert [name for name, _ in net.named_parameters() if name[0] in "25"] == []
+    assert set(net.state_dict()) == before
+    network().load_state_dict(net.state_dict())
+    net.load_state_dict(network().state_dict())
+    assert list(NetworkGates(net).parameters()) == [location, net[5].location]
+    assert net[2].location is location
+    assert [gate.location.requires_grad for gate in (net[2], net[5])] == [True, False]
+    poutine.trace(net).get_trace(X)
+    net = copy.deepcopy(net.double())
+    assert not any(x.requires_grad for x in net.buffers())
+    net[2].narrow(torch.tensor([0, 3]))
+    kept = NetworkGates(net).sites["2"]
+    assert (kept.location.dtype, kept.location.shape, kept.location.requires_grad) == (torch.float64, (2,), True)
+
+
 EXPORTS = {
     "onnx": lambda net: torch.onnx.export(net, (X,), io.BytesIO(), dynamo=False),
     "onnx dynamo": lambda net: torch.onnx.export(net, (X,), io.BytesIO(), dynamo=True, verbose=False),
