@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -19,7 +18,7 @@ __all__ = ["FALSE", "TRUE", "Clause", "Needs", "NormalForms", "Statements", "Tru
 Clause = frozenset[int]
 TRUE, FALSE = 0, 1
 _CASES = 512  # at random, which spare searches for a proof that would fail
-_LEAST = 16  # of a statement that is not proven to imply another
+_TRIES = 10_000  # steps of a search for gates that refute what was not proven so
 
 
 class Statements(ABC):
@@ -98,8 +97,9 @@ class NormalForms(Statements):
 
     A literal is an open gate or, numbered behind the gates, another statement: written out, a disjunction of long
     conjunctions would have too many clauses. Absorption leaves out every clause that is seen to follow from another.
-    Statements of the same clauses have one number. What follows is proven part by part, as in a free lattice; what no
-    random case refutes may also follow otherwise, which ``is_proven`` says. ``sizes`` are each site's numbers of gates.
+    Statements of the same clauses have one number. What follows is proven part by part, as in a free lattice, or else
+    by a search for gates that refute it; ``is_proven`` says whether every search came to an end. ``sizes`` are each
+    site's numbers of gates.
 
     Example:
         >>> statements = NormalForms([2])
@@ -120,7 +120,6 @@ class NormalForms(Statements):
         self._literals: dict[int, int] = {}
         self._with_clause: dict[Clause, set[int]] = {}  # literals of statements that have it
         self.is_proven = True  # whether what no case refuted was also proven, each time
-        self._random = random.Random(0)
         self._gate_cases = _cases(sizes)
         self._clause_cases: dict[Clause, int] = {}
         self._cases: dict[int, int] = {}  # by statement
@@ -168,23 +167,30 @@ class NormalForms(Statements):
     def implies(self, one: int, other: int) -> bool:
         if self._cases_with(one) & ~self._cases_with(other):
             return False
-        if not self._implies(one, other):
-            if not all(self.holds([other], self._least(one))[other] for _ in range(_LEAST)):
-                return False
-            self.is_proven = False
-        return True
+        is_refuted = not self._implies(one, other) and self._is_refuted(one, other)
+        self.is_proven &= is_refuted is not None
+        return not is_refuted
 
-    def _least(self, statement: int) -> set[int]:
-        """Few gates, drawn at random, that make a statement hold if they alone are open."""
-        found, waiting = set[int](), [statement]
-        while waiting:
-            for clause in self._clauses[waiting.pop()]:
-                literal = self._random.choice(sorted(clause))
-                if literal < self._gates:
-                    found.add(literal)
-                else:
-                    waiting.append(self.of_literals[literal - self._gates])
-        return found
+    def _is_refuted(self, one: int, other: int) -> bool | None:
+        """Whether some gates make a statement hold without another; None if that takes too long to find.
+
+        Gates are closed until the other does not hold: all of one of its clauses, and so on for the statements among
+        its literals. Where the first does not hold any more, closing further gates cannot help.
+        """
+        gates = frozenset(range(self._gates))
+        left: list[tuple[frozenset[int], tuple[int, ...]]] = [(frozenset(), (other,))]  # closed, and what is to fail
+        for _ in range(_TRIES):
+            if not left:
+                return False
+            closed, failing = left.pop()
+            found = self.holds((one, *failing), gates - closed)
+            failing = tuple(x for x in failing if found[x])
+            if found[one] and not failing:
+                return True
+            for clause in self._clauses[failing[-1]] if found[one] else ():
+                literals = (self.of_literals[x - self._gates] for x in clause if x >= self._gates)
+                left.append((closed.union(x for x in clause if x < self._gates), (*failing[:-1], *literals)))
+        return None
 
     def holds(self, statements: Iterable[int], opened: Set[int]) -> dict[int, bool]:
         """Whether each of some statements holds if these gates alone are open."""
