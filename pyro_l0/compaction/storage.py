@@ -72,7 +72,8 @@ def replace_file(target: Path, data: bytes | memoryview, previous: Path | None =
 @contextlib.contextmanager
 def hold(target: Path) -> Iterator[None]:
     """A context in which no other run holds a file; the lock is ``target.lock`` beside it, which stays."""
-    lock = FileLock(target.with_name(f"{target.name}.lock"))
+    folder = target.parent.resolve(strict=True)  # FileLock would make one that is not there
+    lock = FileLock(folder / f"{target.name}.lock")
     try:
         lock.acquire(blocking=False)
     except Timeout:
