@@ -35,7 +35,10 @@ class Presence:
 
     def __init__(self, statements: Statements, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:
         self.statements, self.gates, self.maps = statements, gates, opened
-        self._to_bias = {layer.read for layer in opened.constant_inputs}
+        of_weight = defaultdict[Value, list[Read]](list)
+        for layer in opened.constant_inputs:
+            of_weight[layer.weight].append(layer.read)
+        self._to_bias = {read: calls for calls in of_weight.values() for read in calls}
         at_least = {
             axis: other
             for value in opened.axes
@@ -76,8 +79,13 @@ class Presence:
         if read.where is None or closed is None:
             return entries
         for number, axis in enumerate(read.axes):
-            row = VARYING if number == 0 and read in self._to_bias else NONZERO
-            entries = self.statements.both_each(entries, self.known[axis][row])
+            is_read = self.known[axis][NONZERO]
+            if number == 0 and read in self._to_bias:  # a constant may leave if it is one at all calls of the layer
+                calls = [self.known[call.axes[0]] for call in self._to_bias[read]]
+                is_same = np.logical_and.reduce([call[NONZERO] == is_read for call in calls])
+                varies = reduce(self.statements.some_each, [call[VARYING] for call in calls])
+                is_read = np.where(is_same, varies, is_read)
+            entries = self.statements.both_each(entries, is_read)
         return np.where(read.where, np.where(closed, TRUE, entries), FALSE)
 
     def _refine(self, operation: Operation, axis: Axis) -> None:
