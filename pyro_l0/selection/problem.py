@@ -20,11 +20,7 @@ from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, op
 from pyro_l0.selection.families.family import Family
 from pyro_l0.selection.families.likelihood import Likelihood
 
-__all__ = ["MOST_ERROR", "Draws", "Prior", "Problem", "SelectionPosterior"]
-
-
-# Largest useful standard error of an active probability.
-MOST_ERROR = 0.05
+__all__ = ["Draws", "Prior", "Problem", "SelectionPosterior"]
 
 
 class Draws(NamedTuple):
@@ -64,8 +60,9 @@ class SelectionPosterior:
         log_evidence: log p(y) in nats, or its estimate; NaN for a family whose parameters are
             sampled (negative binomial, ordinal, Student-t, multivariate).
         draws: joint draws.
-        standard_error: standard errors of ``active_probs``, from the differences of chains and the weights of their
-            draws, shape ``(G,)``; None without chains.
+        error: Monte Carlo standard errors of ``active_probs``, from the differences of chains and the weights of their
+            draws, shape ``(G,)``; 0 without chains.
+        problems: what else is wrong, in sentences.
     """
 
     active_probs: NDArray[np.float64]
@@ -74,7 +71,8 @@ class SelectionPosterior:
     intercept: NDArray[np.float64]
     log_evidence: float
     draws: Draws
-    standard_error: NDArray[np.float64] | None = None
+    error: NDArray[np.float64]
+    problems: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -82,14 +80,15 @@ class SelectionPosterior:
         moments: tuple[Tensor, Tensor],
         log_evidence: float,
         draws: Draws,
-        standard_error: Tensor | None = None,
+        error: Tensor | None = None,
+        problems: tuple[str, ...] = (),
     ) -> SelectionPosterior:
         """From tensors, and means of the coefficients and of their squares."""
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
-        error = None if standard_error is None else standard_error.numpy()
+        found = (torch.zeros_like(active_probs) if error is None else error).numpy()
         probs, intercept = active_probs.numpy(), draws.intercept.mean(0)
-        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), intercept, log_evidence, draws, error)
+        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), intercept, log_evidence, draws, found, problems)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.check_fit import Evidence, FitCheck, check_model, checked, log_ratios
 from pyro_l0.infer.runs import Args, Kwargs, Program, forked_generators
+from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
 
 _BETAS = (0.9, 0.99)
 _LAST_RATE = 0.02  # of the learning rates, at the end
@@ -31,29 +32,29 @@ _SMALL = 1e-3  # nats that the evidence lower bound may lack, estimated as half 
 _DRAWS = 8_000  # for the evidence in the end
 _FALLING = 0.1  # nats by which a loss that has converged does not fall any more
 _MOST_CHECKED = 200  # slab entries, whose second derivatives take longer than the training
-_DISAGREE = 0.1  # in an inclusion probability, between restarts
 
 
 @dataclass
-class Fit:
+class Fit(Trust):
     """What :func:`~pyro_l0.infer.fit` returns: how the training went.
 
     Attributes:
         losses: loss of each step in nats, of the best restart.
         evidence: estimates of the log evidence from the trained guide.
         restarts: evidence lower bound of each restart in nats.
-        disagreement: largest difference of an inclusion probability between a restart and the best.
-        converged: whether the loss had stopped falling, restarts agree and nothing is wrong by the check.
         check: that of :func:`~pyro_l0.infer.check_fit`, by importance weights alone where chains refuse the model; None
             where the training had not converged, for over 200 slab entries, and in subsampled plates.
+        error: that of the check; NaN without one.
+        problems: what is wrong or was not checked, in sentences: the loss was still falling, restarts disagree, or what
+            the check says.
     """
 
     losses: list[float]
     evidence: Evidence
     restarts: list[float] = field(default_factory=list)
-    disagreement: float = 0.0
-    converged: bool = True
     check: FitCheck | None = None
+    error: float = math.nan
+    problems: tuple[str, ...] = ()
 
     @property
     def elbo(self) -> float:
@@ -160,31 +161,31 @@ def fit(
         loss = partial(elbo.differentiable_loss, model, guide, *args, **kwargs)
         optimiser = torch.optim.Adam(guide.parameter_groups(learning_rate), betas=_BETAS)
         losses = _train(loss, optimiser, ratios, steps, f"restart {i + 1} of {restarts}, " if progress else None)
-        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), converged=_has_converged(losses, steps))
+        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), problems=_falling(losses, steps))
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
     best, state, probs = max(found, key=lambda entry: entry[0].elbo)
     guide.load_state_dict(state)
     best.restarts = [result.elbo for result, _, _ in found]
-    best.disagreement = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
-    if not best.converged:
-        warnings.warn(
-            f"The loss was still falling after {len(best.losses)} steps; inclusion probabilities may move further. "
-            "Give more steps.",
-            stacklevel=2,
-        )
+    apart = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
     better = "" if guide.is_joint else ", or gates='autoregressive' with slabs='structured'"
-    if best.disagreement > _DISAGREE:
-        best.converged = False
-        warnings.warn(
-            f"Restarts disagree by {best.disagreement:.2f} in an inclusion probability, with evidence lower bounds "
+    if apart > MOST_ERROR:
+        best.problems += (
+            f"Restarts disagree by {apart:.2f} in an inclusion probability, with evidence lower bounds "
             f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps{better}.",
-            stacklevel=2,
         )
-    best.check = _checked(model, guide, args, kwargs, mapped) if best.converged and not has_noise else None
-    if best.check is not None:
-        best.converged = not best.check.is_wrong
-        if best.check.is_wrong or any(bool(best.check.sites[name].check.any()) for name in probs):
-            warnings.warn(best.check.advice, stacklevel=2)
+    if best.problems:
+        warnings.warn(" ".join(best.problems), stacklevel=2)
+    elif has_noise:
+        best.problems = ("The guide was not checked, as plates draw rows of the data. Compare other seeds.",)
+    elif (check := _checked(model, guide, args, kwargs, mapped)) is None:
+        best.problems = (
+            f"The guide was not checked: its slabs do not have 1 to {_MOST_CHECKED} entries. Use check_fit.",
+        )
+    else:
+        best.check, best.error, best.problems = check, check.error, check.problems
+        # Of means and deviations that can't be told the summary speaks alone.
+        if any(bool((site.check > (name not in probs)).any()) for name, site in check.sites.items()):
+            warnings.warn(check.advice, stacklevel=2)
     return best
 
 
@@ -220,11 +221,16 @@ def _train(
     return torch.stack(losses)
 
 
-def _has_converged(losses: Tensor, steps: int) -> bool:
-    """Whether the mean loss of the last tenth is below that of the tenth before by no more than its noise explains."""
+def _falling(losses: Tensor, steps: int) -> tuple[str, ...]:
+    """A sentence if the mean loss of the last tenth is below that of the tenth before by more than noise explains."""
     tenth = steps // 10
-    if len(losses) < steps or tenth < 10:
-        return len(losses) < steps
-    before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
-    error = math.sqrt((float(before.var()) + float(last.var())) / tenth)
-    return float(before.mean() - last.mean()) < _FALLING + 3 * error
+    if len(losses) < steps:
+        return ()
+    if tenth >= 10:
+        before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
+        error = math.sqrt((float(before.var()) + float(last.var())) / tenth)
+        if float(before.mean() - last.mean()) < _FALLING + 3 * error:
+            return ()
+    return (
+        f"The loss was still falling after {steps} steps; inclusion probabilities may move further. Give more steps.",
+    )

@@ -107,7 +107,7 @@ def run(design: Design, known: Posterior, seed: int, options: argparse.Namespace
         error=float((inclusion - known.inclusion).abs().max()),
         gap=known.log_evidence - result.elbo,
         seconds=seconds,
-        moved=float(check.moved),
+        moved=float((check.active_probs["z"] - check.sites["z"].guide).abs().max()),
         is_flagged=not check.ok,
         mean=float((mean - known.mean).abs().max()),
         inclusion=inclusion,

@@ -51,7 +51,7 @@ def test_chains_that_disagree_are_reported(error, monkeypatch):
 
     def sampled(problem, *, draws, seed):
         found = METHODS["enumerate"](problem, draws=draws, seed=seed)
-        return replace(found, standard_error=np.array([0.0, error, 0.01, 0.0]))
+        return replace(found, error=np.array([0.0, error, 0.01, 0.0]))
 
     x, y = data()
     monkeypatch.setitem(METHODS, "tempered", sampled)
@@ -59,8 +59,11 @@ def test_chains_that_disagree_are_reported(error, monkeypatch):
     expected = nullcontext()
     if error > 0.05:
         expected = pytest.warns(ConvergenceWarning, match=r"feature 'x1' has a standard error of 0.06, and 1 of 4")
-    with expected:
+    with expected as caught:
         model.fit(x, y)
+    assert model.error_.tolist() == [0.0, error, 0.01, 0.0]
+    assert model.ok_ == (error < 0.05)
+    assert model.problems_ == (() if caught is None else (str(caught[0].message),))
 
 
 def test_what_chains_that_disagree_would_need(monkeypatch):
@@ -68,7 +71,7 @@ def test_what_chains_that_disagree_would_need(monkeypatch):
 
     def sampled(problem, *, draws, seed):
         found = METHODS["enumerate"](problem, draws=draws, seed=seed)
-        return replace(found, standard_error=np.array([0.11, 0.06, 0.0, 0.2]))
+        return replace(found, error=np.array([0.11, 0.06, 0.0, 0.2]))
 
     x, y = data()
     x[:, 3] = x[:, 1] + 0.01 * x[:, 3]
