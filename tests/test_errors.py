@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from pyro_l0 import BernoulliGate
-from pyro_l0.infer import AutoSpikeSlab, check_fit
+from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
+from pyro_l0.infer.posterior import fit as fitting
+from pyro_l0.infer.posterior.check_fit import _moments
 from pyro_l0.infer.posterior.log_joint import LogJoint
 from pyro_l0.infer.posterior.mcmc import _complete, slabs_of
 from pyro_l0.selection import SpikeSlabRegressor
@@ -59,7 +61,7 @@ def of_largest(results, probs_of=lambda result: result.active_probs()["z"]):
 
 def test_refined_posterior():
     guide = AutoSpikeSlab(model, SLAB)
-    of_largest([guide.refine(seed=seed, chains=8, flips=90) for seed in range(SEEDS)])
+    of_largest([guide.refine(seed=seed, chains=8, flips=70) for seed in range(SEEDS)])
 
 
 def test_a_check_by_chains():
@@ -82,6 +84,33 @@ def test_one_chain_says_nothing():
     assert np.isnan(found.error)
     assert found.sites["z"].check.min() >= 1
     assert not found.ok
+
+
+def test_a_check_by_weights():
+    """Of gates drawn with probabilities .2 whose own are .35, by their ratios."""
+    ratios = []
+    for seed in range(SEEDS):
+        z = torch.bernoulli(torch.full((600, 2), 0.2), generator=torch.Generator().manual_seed(seed))
+        weights = torch.where(z[:, 0] > 0, 0.35 / 0.2, 0.65 / 0.8) * torch.where(z[:, 1] > 0, 0.35 / 0.2, 0.65 / 0.8)
+        mean, _, error, *_ = _moments(z, weights.double() / weights.sum())
+        ratios.append(((mean - 0.35) / error).numpy())
+    check(ratios)
+
+
+@pytest.mark.slow
+def test_a_fit(monkeypatch):
+    """Its error is the check's; a guide too large to be checked is not ok, and the advice helps."""
+    guide = AutoSpikeSlab(model, SLAB, gates="autoregressive", slabs="structured")
+    result = fit(model, guide, seed=0)
+    assert result.ok
+    assert result.error == result.check.error < 0.025
+    assert result.problems == ()
+    monkeypatch.setattr(fitting, "_MOST_CHECKED", 2)
+    result = fit(model, guide, seed=0)
+    assert np.isnan(result.error)
+    assert not result.ok
+    assert result.problems == ("The guide was not checked: its slabs do not have 1 to 2 entries. Use check_fit.",)
+    assert check_fit(model, guide, seed=0).ok
 
 
 def exact_draws(n, seed):

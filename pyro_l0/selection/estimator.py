@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
@@ -19,7 +18,7 @@ from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_feature_names_in, _check_sample_weight, check_is_fitted, validate_data
 
 from pyro_l0.expect import expect_count
-from pyro_l0.maths.monte_carlo import MOST_ERROR
+from pyro_l0.maths.monte_carlo import MOST_ERROR, doubts
 from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design.design import Design
@@ -117,8 +116,6 @@ def seed_of(random_state: int | np.random.RandomState | None) -> int:
 _PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
-# Absolute correlation from which one feature is a near-copy of another, and how many are compared.
-_COPY, _COMPARED = 0.95, 500
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
 _FOR_ARVIZ = 1000
 
@@ -243,7 +240,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._keep(design, posterior, seed)
         if rate is not None and not np.isnan(rate).any():
             self.rate_ = rate
-        self.problems_ = (*posterior.problems, *self._unsure(x))
+        self.problems_ = (*posterior.problems, *self._unsure())
         self.ok_ = not self.problems_
         if self.problems_:
             warnings.warn(" ".join(self.problems_), ConvergenceWarning, stacklevel=3)
@@ -466,25 +463,16 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             )
         return found
 
-    def _unsure(self, x: Any) -> list[str]:
-        """The least certain inclusion probability, if it is too uncertain, and what would make it surer."""
-        unsure = np.flatnonzero(~(self.error_ <= MOST_ERROR))
-        if not len(unsure):
-            return []
-        worst = int(self.error_.argmax())
-        columns = np.flatnonzero(np.isin(self._gate_of, unsure))[:_COMPARED]
-        chosen = x[:, columns].toarray() if issparse(x) else x[:, columns]
-        alike = np.triu(np.abs(np.atleast_2d(np.corrcoef(chosen.T))) > _COPY, 1)
-        names = [self._column_names()[j] for j in columns]
-        copies = [f"{names[i]!r} or {names[j]!r}" for i, j in zip(*np.nonzero(alike), strict=True)][:5]
-        drop = f"leave out one of each near-copies ({', '.join(copies)})" if copies else "use fewer features"
-        return [
-            f"The sampler's chains disagree: the inclusion probability of feature {self._gate_names()[worst]!r} has a "
-            f"standard error of {self.error_[worst]:.2f}, and {len(unsure)} of {len(self.error_)} have one of "
-            f"more than {MOST_ERROR}, which would take {math.ceil((self.error_[worst] / MOST_ERROR) ** 2)} times as "
-            f"many draws, such as the mean of as many fits with other random_states. Else {drop}, give an "
-            "expected_size, or, up to 20 features, use method='enumerate'."
-        ]
+    def _unsure(self) -> tuple[str, ...]:
+        """The least certain inclusion probabilities, if they are too uncertain, and what would make them surer."""
+        worst, order = float(self.error_.max(initial=0.0)), np.argsort(-self.error_, kind="stable")
+        names = ", ".join(repr(self._gate_names()[g]) for g in order[self.error_[order] > MOST_ERROR][:5])
+        return doubts(
+            worst,
+            f"the sampler's chains disagree on {names}. Average {math.ceil((worst / MOST_ERROR) ** 2)} fits with other "
+            "random_states, leave out nearly equal ones of these features, give an expected_size, or, up to 20 "
+            "features, use method='enumerate'.",
+        )
 
     def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
         """Set the attributes from a posterior of the problem, in the units of the data."""

@@ -80,15 +80,14 @@ class SelectionPosterior:
         moments: tuple[Tensor, Tensor],
         log_evidence: float,
         draws: Draws,
-        error: Tensor | None = None,
+        error: Tensor,
         problems: tuple[str, ...] = (),
     ) -> SelectionPosterior:
         """From tensors, and means of the coefficients and of their squares."""
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
-        found = (torch.zeros_like(active_probs) if error is None else error).numpy()
-        probs, intercept = active_probs.numpy(), draws.intercept.mean(0)
-        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), intercept, log_evidence, draws, found, problems)
+        parts = active_probs.numpy(), mean.numpy(), sd.numpy(), draws.intercept.mean(0)
+        return SelectionPosterior(*parts, log_evidence, draws, error.numpy(), problems)
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,7 @@ class RefinedPosterior(Trust, JointDraws):
     """Gates and slabs with the other latents held fixed, from :meth:`~pyro_l0.infer.AutoSpikeSlab.refine`.
 
     Attributes:
-        error: largest standard error of an inclusion probability, by how much the chains differ; NaN for a single
-            chain and for ``"mean_field"``, whose error is not one of sampling.
+        error: largest standard error of ``active_probs``, by how much chains differ; NaN for one chain or a mean field.
         problems: that the error is too large or unknown, and what to do.
         slab: the gate site of each slab site.
 

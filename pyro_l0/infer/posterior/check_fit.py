@@ -211,9 +211,8 @@ class FitCheck(Trust):
     Attributes:
         active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired.
         error: largest standard error of these; NaN where the check can't tell them.
-        problems: what is wrong in the guide, or unchecked, in sentences.
+        problems: what is wrong in the guide, or unchecked, and what to do, in sentences.
         evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
-        advice: what was compared, and what to do.
         sites: what was found of each site.
     """
 
@@ -221,16 +220,15 @@ class FitCheck(Trust):
     error: float
     problems: tuple[str, ...]
     evidence: Evidence
-    advice: str
     sites: dict[str, SiteCheck]
 
     def __str__(self) -> str:
-        """A row for each entry of each site, and the advice."""
+        """A row for each entry of each site, and the problems."""
         import pandas as pd  # takes half a second
 
         frame = pd.DataFrame(_rows(self.sites)).set_index("")
         frame["check"] = [VERDICTS[code] for code in frame["check"]]
-        return f"{printed(frame, _ROWS)}\n{self.advice}"
+        return "\n".join([printed(frame, _ROWS), *self.problems])
 
 
 @torch.no_grad()
@@ -265,7 +263,7 @@ def check_fit(
         **kwargs: keyword arguments of the model.
 
     Returns:
-        What is off, the repaired probabilities and advice.
+        What is off, the repaired probabilities and what to do.
 
     Raises:
         TypeError: ``guide`` is not an AutoSpikeSlab, or a number is not whole.
@@ -323,8 +321,7 @@ def checked(
     except ValueError:
         if fitted is None:
             raise
-        found, by_weights = dict(probs), True
-        errors = {name: torch.full_like(p, math.nan) for name, p in probs.items()}
+        found, errors, by_weights = dict(probs), {name: math.nan * p for name, p in probs.items()}, True
     weighed = _weighed_draws(model, guide, args, kwargs, fitted, keep=True)[0]
     of_guide = weighed(n)
     ratios = of_guide.pop(_RATIO)
@@ -337,19 +334,15 @@ def checked(
         if by_weights and not few:
             by, (found[name], _, errors[name], *_) = "weights", _moments((wide[name] != 0).to(p), weights)
         wrong = (found[name] - p).abs() > MOST_ERROR + 2 * errors[name]
-        if by_weights and few:
-            errors[name] = torch.full_like(p, math.nan)
-        unknown = ~(errors[name] <= MOST_ERROR / 2)  # a check is twice as sure as what it checks
+        unknown = ~(errors[name] <= MOST_ERROR / 2) | (few and by_weights)  # a check is twice as sure as what it checks
         sites[name] = SiteCheck(by, p, found[name], None, None, torch.where(wrong, 2, unknown.long()))
     own, other = guide.shown(of_guide), guide.shown(wide)
     sites |= {name: _compared(x, other[name], weights, few) for name, x in own.items()}
     guide.mark({name: site.check for name, site in sites.items()})
 
-    error = float(torch.cat([x.reshape(-1) for x in errors.values()]).max())
-    problems, advice = _advice(
-        _rows(sites), guide.is_joint, f"importance weights, of which {effective:.0f} of {len(weights)} draws count"
-    )
-    return FitCheck(found, error, problems, Evidence.of(ratios), advice, sites)
+    error = math.nan if few and by_weights else float(torch.cat([x.reshape(-1) for x in errors.values()]).max())
+    said = f"importance weights, of which {effective:.0f} of {len(weights)} draws count"
+    return FitCheck(found, error, _problems(_rows(sites), guide.is_joint, said), Evidence.of(ratios), sites)
 
 
 def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
@@ -390,8 +383,8 @@ def _rows(sites: Mapping[str, SiteCheck]) -> list[_Row]:
     return rows
 
 
-def _advice(rows: list[_Row], is_joint: bool, weights: str) -> tuple[tuple[str, ...], str]:
-    """What is wrong or unchecked, in sentences; and with what to do, or what was compared."""
+def _problems(rows: list[_Row], is_joint: bool, weights: str) -> tuple[str, ...]:
+    """What is wrong or unchecked, and what to do."""
     gates = sorted((row for row in rows if "found_sd" not in row), key=lambda row: -abs(row["found"] - row["guide"]))
     wrong = [row for row in rows if row["check"] == 2 and row not in gates]
     unchecked = [row[""] for row in rows if row["check"] == 1]
@@ -408,12 +401,7 @@ def _advice(rows: list[_Row], is_joint: bool, weights: str) -> tuple[tuple[str, 
         said.append(f"Of means and standard deviations {len(wrong)} are wrong by {weights}: {first}.")
     if unchecked:
         said.append(f"Unchecked are {len(unchecked)} entries, as {unchecked[0]}, by {weights}.")
-    if not said:
-        move = abs(most["found"] - most["guide"])
-        return (), (
-            f"Inclusion probabilities move by at most {move:.3f} by {most['by']}, means and standard deviations by no "
-            f"more than {_APART} standard deviations and noise by {weights}: the guide is where it should be."
-        )
-    better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
-    use = f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates."
-    return tuple(said), " ".join((*said, use))
+    if said:
+        better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
+        said.append(f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates.")
+    return tuple(said)

@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 
@@ -41,30 +41,17 @@ class Fit(Trust):
     Attributes:
         losses: loss of each step in nats, of the best restart.
         evidence: estimates of the log evidence from the trained guide.
-        restarts: evidence lower bound of each restart in nats.
         check: that of :func:`~pyro_l0.infer.check_fit`, by importance weights alone where chains refuse the model; None
             where the training had not converged, for over 200 slab entries, and in subsampled plates.
         error: that of the check; NaN without one.
-        problems: what is wrong or was not checked, in sentences: the loss was still falling, restarts disagree, or what
-            the check says.
+        problems: what is wrong or was not checked, in sentences.
     """
 
     losses: list[float]
     evidence: Evidence
-    restarts: list[float] = field(default_factory=list)
     check: FitCheck | None = None
     error: float = math.nan
     problems: tuple[str, ...] = ()
-
-    @property
-    def elbo(self) -> float:
-        """The evidence lower bound in nats, from fresh draws."""
-        return self.evidence.elbo
-
-    @property
-    def log_evidence(self) -> float:
-        """The importance-weighted bound in nats, tighter than the evidence lower bound where no rows are drawn."""
-        return self.evidence.importance_weighted
 
 
 def fit(
@@ -163,15 +150,15 @@ def fit(
         losses = _train(loss, optimiser, ratios, steps, f"restart {i + 1} of {restarts}, " if progress else None)
         result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), problems=_falling(losses, steps))
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
-    best, state, probs = max(found, key=lambda entry: entry[0].elbo)
+    best, state, probs = max(found, key=lambda entry: entry[0].evidence.elbo)
     guide.load_state_dict(state)
-    best.restarts = [result.elbo for result, _, _ in found]
     apart = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
     better = "" if guide.is_joint else ", or gates='autoregressive' with slabs='structured'"
     if apart > MOST_ERROR:
+        bounds = ", ".join(f"{result.evidence.elbo:.2f}" for result, _, _ in found)
         best.problems += (
-            f"Restarts disagree by {apart:.2f} in an inclusion probability, with evidence lower bounds "
-            f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps{better}.",
+            f"Restarts disagree by {apart:.2f} in an inclusion probability, with evidence lower bounds {bounds}; the "
+            f"best is kept. Use check_fit, and more steps{better}.",
         )
     if best.problems:
         warnings.warn(" ".join(best.problems), stacklevel=2)
@@ -185,7 +172,7 @@ def fit(
         best.check, best.error, best.problems = check, check.error, check.problems
         # Of means and deviations that can't be told the summary speaks alone.
         if any(bool((site.check > (name not in probs)).any()) for name, site in check.sites.items()):
-            warnings.warn(check.advice, stacklevel=2)
+            warnings.warn(" ".join(check.problems), stacklevel=2)
     return best
 
 

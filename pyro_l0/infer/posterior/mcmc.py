@@ -141,8 +141,6 @@ class PosteriorSamples(Trust, JointDraws):
         samples: by site, shape ``(chains, draws, *shape)``: latent variables, gates, deterministic sites, and the
             product of every slab with its gates under a name such as ``"z * w"``. A gate that has a density between its
             atoms comes with the variable before rectification, ``"z_base"``.
-        chain_probs: P(z != 0) of every gate in each chain, by site, shape ``(chains, *shape)``. For gates that were
-            summed out it is the mean of their probabilities given the other latents, which has less noise.
         r_hat: rank-normalised split r-hat of each entry, by site, shape ``(*shape,)``.
         ess: bulk effective sample size of each entry, likewise.
         divergences: number of divergent transitions in each chain.
@@ -152,7 +150,7 @@ class PosteriorSamples(Trust, JointDraws):
     """
 
     samples: dict[str, Tensor]
-    chain_probs: dict[str, Tensor]
+    _probs: dict[str, Tensor]
     r_hat: dict[str, Tensor]
     ess: dict[str, Tensor]
     divergences: tuple[int, ...]
@@ -161,8 +159,8 @@ class PosteriorSamples(Trust, JointDraws):
     slab: dict[str, GateSite] = field(default_factory=dict)
 
     def active_probs(self) -> dict[str, Tensor]:
-        """P(z != 0) of every gate over all chains, by site and in its shape."""
-        return {name: probability.mean(0) for name, probability in self.chain_probs.items()}
+        """P(z != 0) of every gate, by site and in its shape; of those summed out, given the other latents of draws."""
+        return dict(self._probs)
 
     def draws(self, n: int | None = None) -> dict[str, Tensor]:
         """Joint draws of all chains, one after the other, by site, shape ``(n, *shape)``.
@@ -195,7 +193,7 @@ class PosteriorSamples(Trust, JointDraws):
         return {name: x.double() for name, x in self.draws(n).items()}
 
     def _is_gate(self, name: str) -> bool:
-        return name in self.chain_probs
+        return name in self._probs
 
     def _active(self, name: str, values: Tensor, probs: Mapping[str, Tensor]) -> Tensor:
         return probs[name] if name in probs else (values != 0).double().mean(0)
@@ -337,21 +335,20 @@ def _complete(
     for name, x in posterior.binary.pieces(conditional).items():
         probabilities[name] = x.reshape(values[name].shape)
     samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}
-    by_draw = {name: x.unflatten(0, by_chain) for name, x in probabilities.items()}
     agreement, ess, _ = chain_statistics(samples)
-    error = max((float(x.max()) for x in chain_statistics(by_draw)[2].values()), default=0.0)
+    _, _, errors = chain_statistics({name: x.unflatten(0, by_chain) for name, x in probabilities.items()})
+    error = max((float(x.max()) for x in errors.values()), default=0.0)
     moved = moved_by_swaps(posterior, flat, codes, slabs)
     problems = _problems(agreement, moved, sum(divergences) / len(flat), error)
-    chain_probs = {name: x.mean(1) for name, x in by_draw.items()}
-    return PosteriorSamples(samples, chain_probs, agreement, ess, divergences, error, problems, gate_of_slab)
+    probs = {name: x.mean(0) for name, x in probabilities.items()}
+    return PosteriorSamples(samples, probs, agreement, ess, divergences, error, problems, gate_of_slab)
 
 
 def chain_statistics(samples: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
     """Rank-normalised split r-hat, bulk effective sample size and standard error of the mean of each entry, by site.
 
     ArviZ computes them, from samples of shape ``(chains, draws, *shape)`` with at least four draws. It has no value for
-    draws that are all the same, as those of a closed gate: their r-hat is 1 here, all of them count, and the error is
-    0.
+    draws that are all the same, as those of a closed gate: their r-hat is 1 here, all count, and the error is 0.
     """
     arviz = import_arviz()
     data = arviz.convert_to_dataset({name: x.detach().double().cpu().numpy() for name, x in samples.items()})
@@ -368,11 +365,10 @@ def chain_statistics(samples: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
 def _problems(
     agreement: Mapping[str, Tensor], moved: Mapping[str, Tensor], divergent: float, error: float
 ) -> tuple[str, ...]:
-    shifts = {name: x.abs() for name, x in moved.items()}
     problems = []
     if worst := _largest(agreement, _AGREE):
         problems.append(f"Chains disagree: rank-normalised split r-hat is {worst}, where at most {_AGREE} is accepted.")
-    if worst := _largest(shifts, _MOVED):
+    if worst := _largest({name: x.abs() for name, x in moved.items()}, _MOVED):
         problems.append(
             f"P(z != 0) moves by {worst} when gates and their coefficients are exchanged: the chains have all stayed "
             "in some of several modes."

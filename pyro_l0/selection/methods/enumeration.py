@@ -120,7 +120,8 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     found = evidence.draws(z[drawn], generator)
     if found.correction is not None:
         return continued(problem, z[drawn], found, active_probs, log_evidence + found.correction, draws, generator)
-    return SelectionPosterior.of(active_probs, moments, log_evidence, rows_of(found, np.arange(draws)))
+    kept = rows_of(found, np.arange(draws))
+    return SelectionPosterior.of(active_probs, moments, log_evidence, kept, torch.zeros_like(active_probs))
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

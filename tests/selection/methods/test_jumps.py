@@ -101,7 +101,7 @@ def test_an_unsure_run_goes_on(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The sampler's chains disagree")
+@pytest.mark.filterwarnings("ignore:The standard error of an inclusion probability")
 def test_counts_that_are_cut_off():
     """At fifty, so that no expansion is close: at most one of eleven is false, and none is unsure."""
     x, y, beta = counts(400, 100, seed=1, most=50)
