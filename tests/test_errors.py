@@ -172,7 +172,7 @@ def of_logistic(x, y):
 def test_exact_chains(kind, monkeypatch):
     """Of a logistic regression."""
     monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
-    monkeypatch.setattr(kind, "sweeps", 9)
+    monkeypatch.setattr(kind, "sweeps", 8)
     x = X[:, :2].double().numpy()
     y = (np.random.default_rng(1).random(len(x)) < 1 / (1 + np.exp(-x[:, 0]))).astype(float)
     options = {"slab_scale": TAU, "rate": 0.5, "standardize": False, "fit_intercept": False}

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["MOST_ERROR", "Trust", "doubts", "standard_error"]
 
-
-# Largest Monte Carlo standard error of an inclusion probability in a result that is ok.
-MOST_ERROR = 0.05
+MOST_ERROR = 0.05  # largest Monte Carlo standard error of an inclusion probability in a result that is ok
 
 
 class Trust:
     """What a result says of its own inclusion probabilities.
 
     Attributes:
-        error: their largest Monte Carlo standard error; 0 of a sum over all gates, NaN where it is unknown.
+        error: their largest Monte Carlo standard error, or each; 0 of a sum over all gates, NaN where it is unknown.
         problems: what is wrong or unknown, in sentences; empty if nothing was found.
     """
 
-    error: float
+    error: float | NDArray[np.float64]
     problems: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         """Whether the error is at most .05, and nothing else was found to be wrong."""
-        return self.error <= MOST_ERROR and not self.problems
+        return bool(np.all(self.error <= MOST_ERROR)) and not self.problems
 
 
 def doubts(error: float, remedy: str) -> tuple[str, ...]:

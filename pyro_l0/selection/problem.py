@@ -15,6 +15,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyro_l0.maths.monte_carlo import Trust
 from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
 from pyro_l0.selection.families.family import Family
@@ -49,7 +50,7 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SelectionPosterior:
+class SelectionPosterior(Trust):
     """The posterior of a regression with spike-and-slab coefficients, in the units of its problem.
 
     Attributes:

@@ -16,7 +16,7 @@ from pyro_l0.distributions.gate import find_gate
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
 from pyro_l0.infer.guides.mean_field import Layout
-from pyro_l0.infer.guides.summaries import JointDraws, Summary
+from pyro_l0.infer.guides.summaries import JointDraws
 from pyro_l0.infer.log_density import Point
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import seeded
@@ -248,10 +248,6 @@ class RefinedPosterior(Trust, JointDraws):
             found[rate.name] = Beta(*rate.parameters(found)).sample().reshape(n, *rate.shape)
         return found
 
-    def summary(self, draws: int | None = None) -> Summary:
-        """As of other posteriors, with problems below the table."""
-        return Summary(super().summary(draws), self.problems)
-
     def _is_gate(self, name: str) -> bool:
         return name in self._collapsed.gates.shapes
 
@@ -296,9 +292,8 @@ def refined(
             flips=flips,
             generator=generator,
         )
-    error = float(run.standard_error().max())
+    error, collapsed = float(run.standard_error().max()), collapsed._replace(quadratic=quadratic)
     problems = doubts(error, "use more flips." if chains > 1 else "use several chains.")
-    collapsed = collapsed._replace(quadratic=quadratic)
     return collapsed, run.active_probs, lambda n: with_slabs(run.draws(n)), error, problems
 
 

@@ -206,12 +206,10 @@ class SiteCheck(NamedTuple):
 class FitCheck(Trust):
     """What :func:`~pyro_l0.infer.check_fit` finds; ``print`` shows it as a table.
 
-    It is ``ok`` if everything that the guide's summary prints was checked and is right.
-
     Attributes:
         active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired.
         error: largest standard error of these; NaN where the check can't tell them.
-        problems: what is wrong in the guide, or unchecked, and what to do, in sentences.
+        problems: what of the guide's summary is wrong or unchecked, and what to do, in sentences.
         evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
         sites: what was found of each site.
     """

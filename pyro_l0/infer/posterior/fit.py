@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from typing import Any
 
 import pyro
 import torch
@@ -20,7 +21,6 @@ from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.check_fit import Evidence, FitCheck, check_model, checked, log_ratios
-from pyro_l0.infer.runs import Args, Kwargs, Program, forked_generators
 from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
 
 _BETAS = (0.9, 0.99)
@@ -31,6 +31,7 @@ _DRAWS_TO_CHECK = 256
 _SMALL = 1e-3  # nats that the evidence lower bound may lack, estimated as half that variance
 _DRAWS = 8_000  # for the evidence in the end
 _FALLING = 0.1  # nats by which a loss that has converged does not fall any more
+_STILL = "The loss was still falling after {} steps; inclusion probabilities may move further. Give more steps."
 _MOST_CHECKED = 200  # slab entries, whose second derivatives take longer than the training
 
 
@@ -127,6 +128,7 @@ def fit(
     if seed is not None:
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)
+    trace: Any = guide.prototype_trace
     start = copy.deepcopy(guide.state_dict())
     ratios, mapped = log_ratios(model, guide, args, kwargs)
     has_noise = check_model(model, guide, args, kwargs, mapped)
@@ -148,7 +150,8 @@ def fit(
         loss = partial(elbo.differentiable_loss, model, guide, *args, **kwargs)
         optimiser = torch.optim.Adam(guide.parameter_groups(learning_rate), betas=_BETAS)
         losses = _train(loss, optimiser, ratios, steps, f"restart {i + 1} of {restarts}, " if progress else None)
-        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), problems=_falling(losses, steps))
+        said = () if _has_converged(losses, steps) else (_STILL.format(steps),)
+        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), problems=said)
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
     best, state, probs = max(found, key=lambda entry: entry[0].evidence.elbo)
     guide.load_state_dict(state)
@@ -164,24 +167,17 @@ def fit(
         warnings.warn(" ".join(best.problems), stacklevel=2)
     elif has_noise:
         best.problems = ("The guide was not checked, as plates draw rows of the data. Compare other seeds.",)
-    elif (check := _checked(model, guide, args, kwargs, mapped)) is None:
+    elif not 0 < sum(trace.nodes[name]["value"].numel() for name in guide.slab) <= _MOST_CHECKED:
         best.problems = (
             f"The guide was not checked: its slabs do not have 1 to {_MOST_CHECKED} entries. Use check_fit.",
         )
     else:
-        best.check, best.error, best.problems = check, check.error, check.problems
+        best.check = check = checked(model, guide, args, kwargs, fitted=mapped)
+        best.error, best.problems = check.error, check.problems
         # Of means and deviations that can't be told the summary speaks alone.
         if any(bool((site.check > (name not in probs)).any()) for name, site in check.sites.items()):
             warnings.warn(" ".join(check.problems), stacklevel=2)
     return best
-
-
-def _checked(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool) -> FitCheck | None:
-    """The check of a guide; None for a large one, and in subsampled plates."""
-    with forked_generators(), torch.no_grad():
-        drawn = guide.draw_together(1)
-        size = sum(x.shape.numel() for name, x in (drawn or {}).items() if name in guide.slab)
-        return checked(model, guide, args, kwargs, fitted=mapped) if 0 < size <= _MOST_CHECKED else None
 
 
 def _train(
@@ -208,16 +204,11 @@ def _train(
     return torch.stack(losses)
 
 
-def _falling(losses: Tensor, steps: int) -> tuple[str, ...]:
-    """A sentence if the mean loss of the last tenth is below that of the tenth before by more than noise explains."""
+def _has_converged(losses: Tensor, steps: int) -> bool:
+    """Whether the mean loss of the last tenth is below that of the tenth before by no more than its noise explains."""
     tenth = steps // 10
-    if len(losses) < steps:
-        return ()
-    if tenth >= 10:
-        before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
-        error = math.sqrt((float(before.var()) + float(last.var())) / tenth)
-        if float(before.mean() - last.mean()) < _FALLING + 3 * error:
-            return ()
-    return (
-        f"The loss was still falling after {steps} steps; inclusion probabilities may move further. Give more steps.",
-    )
+    if len(losses) < steps or tenth < 10:
+        return len(losses) < steps
+    before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
+    error = math.sqrt((float(before.var()) + float(last.var())) / tenth)
+    return float(before.mean() - last.mean()) < _FALLING + 3 * error

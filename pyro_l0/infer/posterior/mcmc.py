@@ -338,8 +338,7 @@ def _complete(
     agreement, ess, _ = chain_statistics(samples)
     _, _, errors = chain_statistics({name: x.unflatten(0, by_chain) for name, x in probabilities.items()})
     error = max((float(x.max()) for x in errors.values()), default=0.0)
-    moved = moved_by_swaps(posterior, flat, codes, slabs)
-    problems = _problems(agreement, moved, sum(divergences) / len(flat), error)
+    problems = _problems(agreement, moved_by_swaps(posterior, flat, codes, slabs), sum(divergences) / len(flat), error)
     probs = {name: x.mean(0) for name, x in probabilities.items()}
     return PosteriorSamples(samples, probs, agreement, ess, divergences, error, problems, gate_of_slab)
 

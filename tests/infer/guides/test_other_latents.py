@@ -86,9 +86,10 @@ def test_a_random_intercept():
     torch.testing.assert_close(guide.active_probs()["z"], probs, rtol=0, atol=0.02)
     torch.testing.assert_close(guide.summary()["a"].mean, effect, rtol=0, atol=0.03)
     assert result.evidence.importance_weighted == pytest.approx(evidence, abs=0.02)
-    check = check_fit(random_intercept, guide, chains=64, flips=60)
+    check = check_fit(random_intercept, guide, chains=64, flips=60, seed=0)
     assert check.ok
-    torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.02)
+    # Four standard errors, which are .010.
+    torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=4 * check.error)
     refined = guide.refine(seed=0, flips=300, chains=8)
     torch.testing.assert_close(refined.active_probs()["z"], probs, rtol=0, atol=0.02)
     torch.testing.assert_close(refined.summary()["a"].mean, effect, rtol=0, atol=0.03)

@@ -10,7 +10,9 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+from pyro_l0.selection.design.design import Design
 from pyro_l0.selection.methods import METHODS, grid
+from pyro_l0.selection.methods.enumeration import exact_posterior
 
 
 def data(p=4, n=100):
@@ -79,6 +81,18 @@ def test_what_chains_that_disagree_would_need(monkeypatch):
         ConvergenceWarning, match=r"is 0.20, .* on 'x3', 'x0', 'x1'\. Average 16 fits .* nearly equal ones"
     ):
         SpikeSlabRegressor(method="tempered", random_state=0).fit(x, y)
+
+
+def test_chains_that_follow_an_enumeration_may_disagree(monkeypatch):
+    """Of which ``exact_posterior`` warns, too."""
+    x, y = data()
+    right = exact_posterior(x, y, seed=0)
+    assert right.ok
+    assert not right.error.any()
+    by_chains = replace(right, error=np.array([0.0, 0.07, 0.0, 0.0]), problems=("The chains disagree.",))
+    monkeypatch.setattr(Design, "posterior", lambda *_: by_chains)
+    with pytest.warns(ConvergenceWarning, match=r"chains disagree\. .* is 0.07, .* average those of several seeds"):
+        assert not exact_posterior(x, y, seed=0).ok
 
 
 @pytest.mark.parametrize("verbose", [False, True])
