@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
@@ -19,6 +18,7 @@ from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import _check_feature_names_in, _check_sample_weight, check_is_fitted, validate_data
 
 from pyro_l0.expect import expect_count
+from pyro_l0.maths.monte_carlo import MOST_ERROR, doubts
 from pyro_l0.maths.tempered_gibbs import progress
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design.design import Design
@@ -36,7 +36,7 @@ from pyro_l0.selection.predictive import (
     to_inference_data,
     variances,
 )
-from pyro_l0.selection.problem import MOST_ERROR, SelectionPosterior
+from pyro_l0.selection.problem import SelectionPosterior
 
 if TYPE_CHECKING:
     import arviz
@@ -116,8 +116,6 @@ def seed_of(random_state: int | np.random.RandomState | None) -> int:
 _PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
-# Absolute correlation from which one feature is a near-copy of another, and how many are compared.
-_COPY, _COMPARED = 0.95, 500
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
 _FOR_ARVIZ = 1000
 
@@ -153,7 +151,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     }
 
     _family: Family = field(init=False)  # distribution of y, known once it was validated
-    _standard_error: Array | None = field(default=None, init=False)
     _outputs: tuple[str, Any] | None = field(default=None, init=False)  # kind and names of several linear predictors
     _labels: list[Any] | None = field(default=None, init=False)  # of the columns of a data frame
     _takes_sparse = _is_positive = _has_outputs = False
@@ -194,8 +191,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Warns:
             UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
-            ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05,
-                or that of the mean of a coefficient far from normal above a tenth of its standard deviation.
+            ConvergenceWarning: the fit is not ``ok_``; ``problems_`` has the text.
         """
         return self._fit(X, y, sample_weight, offset)
 
@@ -244,7 +240,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._keep(design, posterior, seed)
         if rate is not None and not np.isnan(rate).any():
             self.rate_ = rate
-        self._warn_of_chains(x)
+        self.problems_ = (*posterior.problems, *self._unsure())
+        self.ok_ = not self.problems_
+        if self.problems_:
+            warnings.warn(" ".join(self.problems_), ConvergenceWarning, stacklevel=3)
         self._data = _Data(x, target, weight, known)
         # Which gates are always open: a constant feature has none.
         self._is_in = np.equal(np.nan if rate is None else rate, 1.0) & (self.pip_ > 0)
@@ -263,9 +262,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Features enter by decreasing inclusion probability, while it is above one half and the mean of 1 - PIP is at
         most ``fdr``; of equal ones, the smaller index comes first. Without the bound of one half, certain features
-        would make room for improbable ones. Features whose inclusion probability has a standard error above .05 are
-        left out. If features are in groups, whole groups are selected. Those of rate 1 are always selected, beside the
-        others and without a share in the rate of false ones.
+        would make room for improbable ones. Features whose ``error_`` is above .05 are left out. If features are in
+        groups, whole groups are selected. Those of rate 1 are always selected, beside the others and without a share in
+        the rate of false ones.
 
         Args:
             fdr: expected share of selected features without an effect, in [0, 1].
@@ -282,8 +281,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         if not 0 <= fdr <= 1:
             raise ValueError(f"Expected fdr to be between 0 and 1, but got {fdr!r}.")
-        error = 0.0 if self._standard_error is None else self._standard_error
-        pips = np.where(np.greater(error, MOST_ERROR), 0.0, self.pip_)
+        pips = np.where(self.error_ <= MOST_ERROR, self.pip_, 0.0)
         order = np.argsort(-pips, kind="stable")
         order = order[~self._is_in[order]]
         false = np.cumsum(1 - pips[order]) / np.arange(1, len(order) + 1)
@@ -465,34 +463,22 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             )
         return found
 
-    def _warn_of_chains(self, x: Any) -> None:
-        """Name the least certain inclusion probability, if it is too uncertain, and what would make it surer."""
-        standard_error = self._standard_error
-        if standard_error is None or standard_error.max() <= MOST_ERROR:
-            return
-        worst = int(standard_error.argmax())
-        unsure = np.flatnonzero(standard_error > MOST_ERROR)
-        columns = np.flatnonzero(np.isin(self._gate_of, unsure))[:_COMPARED]
-        chosen = x[:, columns].toarray() if issparse(x) else x[:, columns]
-        alike = np.triu(np.abs(np.atleast_2d(np.corrcoef(chosen.T))) > _COPY, 1)
-        names = [self._column_names()[j] for j in columns]
-        copies = [f"{names[i]!r} or {names[j]!r}" for i, j in zip(*np.nonzero(alike), strict=True)][:5]
-        drop = f"leave out one of each near-copies ({', '.join(copies)})" if copies else "use fewer features"
-        warnings.warn(
-            f"The sampler's chains disagree: the inclusion probability of feature {self._gate_names()[worst]!r} has a "
-            f"standard error of {standard_error[worst]:.2f}, and {len(unsure)} of {len(standard_error)} have one of "
-            f"more than {MOST_ERROR}, which would take {math.ceil((standard_error[worst] / MOST_ERROR) ** 2)} times as "
-            f"many draws, such as the mean of as many fits with other random_states. Else {drop}, give an "
-            "expected_size, or, up to 20 features, use method='enumerate'.",
-            ConvergenceWarning,
-            stacklevel=4,
+    def _unsure(self) -> tuple[str, ...]:
+        """The least certain inclusion probabilities, if they are too uncertain, and what would make them surer."""
+        worst, order = float(self.error_.max(initial=0.0)), np.argsort(-self.error_, kind="stable")
+        names = ", ".join(repr(self._gate_names()[g]) for g in order[self.error_[order] > MOST_ERROR][:5])
+        return doubts(
+            worst,
+            f"the sampler's chains disagree on {names}. Average {math.ceil((worst / MOST_ERROR) ** 2)} fits with other "
+            "random_states, leave out nearly equal ones of these features, give an expected_size, or, up to 20 "
+            "features, use method='enumerate'.",
         )
 
     def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
         """Set the attributes from a posterior of the problem, in the units of the data."""
         raw = design.posterior(found, seed)
         self.pip_, self.draws_, self.log_evidence_ = raw.active_probs, raw.draws, raw.log_evidence
-        self._standard_error = raw.standard_error
+        self.error_ = raw.error
         self.coef_, self.coef_sd_ = (self._as_coef(part.reshape(1, -1))[0] for part in (raw.mean, raw.sd))
         self.intercept_ = self._as_intercept(raw.intercept[None])[0]
         for name in ("slab_scale", "noise_scale", "rate"):

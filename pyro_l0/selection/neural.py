@@ -96,6 +96,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     Attributes:
         pip_: P(z != 0) of each feature's gate, the mean over the last 15 % of the selection's steps, shape
             ``(p,)``; with ``n_features=None``.
+        error_: NaN, in the shape of ``pip_``: gates are trained, and nothing tells their error. Compare other seeds.
+        ok_: False, as the error is unknown.
         ranking_: 1 for selected features, and the larger the earlier a feature was closed, shape ``(p,)``; with a
             number of features.
         classes_: labels in order, of a classification.
@@ -214,10 +216,11 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         observations = response.encode(y).to(like.device)
         folds = _folds(observations, len(networks), isinstance(response, ClassResponse))
         fit = CrossFit(networks, response, inputs, observations, folds)
-        for name in ("pip_", "ranking_"):  # of an earlier fit
+        for name in ("pip_", "error_", "ok_", "ranking_"):  # of an earlier fit
             self.__dict__.pop(name, None)
         if self.n_features is None:
             self.pip_: Array = train_gates(fit, steps=self.max_steps).double().cpu().numpy()
+            self.error_, self.ok_ = np.full_like(self.pip_, np.nan), False
             self._support: NDArray[np.bool_] = self.pip_ > 0.5
         else:
             train_for_subsets(fit, steps=self.max_steps)

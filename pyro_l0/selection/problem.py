@@ -15,16 +15,13 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyro_l0.maths.monte_carlo import Trust
 from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
 from pyro_l0.selection.families.family import Family
 from pyro_l0.selection.families.likelihood import Likelihood
 
-__all__ = ["MOST_ERROR", "Draws", "Prior", "Problem", "SelectionPosterior"]
-
-
-# Largest useful standard error of an active probability.
-MOST_ERROR = 0.05
+__all__ = ["Draws", "Prior", "Problem", "SelectionPosterior"]
 
 
 class Draws(NamedTuple):
@@ -53,7 +50,7 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SelectionPosterior:
+class SelectionPosterior(Trust):
     """The posterior of a regression with spike-and-slab coefficients, in the units of its problem.
 
     Attributes:
@@ -64,8 +61,9 @@ class SelectionPosterior:
         log_evidence: log p(y) in nats, or its estimate; NaN for a family whose parameters are
             sampled (negative binomial, ordinal, Student-t, multivariate).
         draws: joint draws.
-        standard_error: standard errors of ``active_probs``, from the differences of chains and the weights of their
-            draws, shape ``(G,)``; None without chains.
+        error: Monte Carlo standard errors of ``active_probs``, from the differences of chains and the weights of their
+            draws, shape ``(G,)``; 0 without chains.
+        problems: what else is wrong, in sentences.
     """
 
     active_probs: NDArray[np.float64]
@@ -74,7 +72,8 @@ class SelectionPosterior:
     intercept: NDArray[np.float64]
     log_evidence: float
     draws: Draws
-    standard_error: NDArray[np.float64] | None = None
+    error: NDArray[np.float64]
+    problems: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -82,14 +81,14 @@ class SelectionPosterior:
         moments: tuple[Tensor, Tensor],
         log_evidence: float,
         draws: Draws,
-        standard_error: Tensor | None = None,
+        error: Tensor,
+        problems: tuple[str, ...] = (),
     ) -> SelectionPosterior:
         """From tensors, and means of the coefficients and of their squares."""
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
-        error = None if standard_error is None else standard_error.numpy()
-        probs, intercept = active_probs.numpy(), draws.intercept.mean(0)
-        return SelectionPosterior(probs, mean.numpy(), sd.numpy(), intercept, log_evidence, draws, error)
+        parts = active_probs.numpy(), mean.numpy(), sd.numpy(), draws.intercept.mean(0)
+        return SelectionPosterior(*parts, log_evidence, draws, error.numpy(), problems)
 
 
 @dataclass(frozen=True)

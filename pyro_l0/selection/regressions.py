@@ -76,6 +76,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
     Attributes:
         pip_: P(z = 1 | y) of every feature, its inclusion probability, shape ``(p,)``; of every group with ``groups``.
             It is 1 if a feature is always in.
+        error_: Monte Carlo standard errors of ``pip_``, in its shape; 0 where all subsets were summed over.
+        ok_: whether no error is above .05, and nothing else was found to be wrong.
+        problems_: what is wrong, in sentences.
         coef_: posterior means of the coefficients, shape ``(p,)``, the dummies of a categorical column side by side;
             closed gates count as 0.
         coef_sd_: posterior standard deviations of the coefficients, shape ``(p,)``.

@@ -29,7 +29,8 @@ def found_with(beta, intercept, outputs=1):
     n = len(beta)
     draws = Draws(csr_array(beta), intercept, np.full(n, 0.5), np.full(n, 2.0), np.full(n, 0.1))
     moments = np.ones((beta.shape[1] // outputs, outputs))
-    return SelectionPosterior(np.full(len(moments), 0.5), moments, 2 * moments, intercept.mean(0), -3.0, draws)
+    half, none = np.full(len(moments), 0.5), np.zeros(len(moments))
+    return SelectionPosterior(half, moments, 2 * moments, intercept.mean(0), -3.0, draws, none)
 
 
 def test_a_flat_intercept_centres_and_takes_an_observation():

@@ -183,7 +183,7 @@ def with_pips(pips):
     """An estimator of which only the inclusion probabilities matter."""
     model = SpikeSlabRegressor()
     model.pip_, model.n_features_in_, model.credible_sets_ = np.array(pips), len(pips), []
-    model._is_in = np.zeros(len(pips), dtype=bool)
+    model._is_in, model.error_ = np.zeros(len(pips), dtype=bool), np.zeros(len(pips))
     return model
 
 
@@ -207,7 +207,7 @@ def test_selection_keeps_the_mean_of_false_discoveries(pips, fdr, chosen):
 def test_an_unsure_feature_is_not_selected():
     """Whatever its inclusion probability, if its standard error is above the limit."""
     model = with_pips([0.99, 0.95, 0.98])
-    model._standard_error = np.array([0.06, 0.05, 0.0])
+    model.error_ = np.array([0.06, 0.05, 0.0])
     assert model.select(0.5).tolist() == [1, 2]
 
 

@@ -239,8 +239,8 @@ def test_exact_chains(kind, family, chains, monkeypatch):
     design = design_of(x, y, family, rate=np.array([0.4, 1.0]), **known)
     found = design.posterior(closed(chains, design.problem).posterior(0.0, 1000, 0.0), 0)
     pip, mean, _ = by_quadrature(kind)
-    assert found.standard_error[0] < 0.03
-    assert abs(found.active_probs[0] - pip) < 5 * found.standard_error[0] + 1e-3
+    assert found.error[0] < 0.03
+    assert abs(found.active_probs[0] - pip) < 5 * found.error[0] + 1e-3
     assert found.mean[1, 0] == pytest.approx(mean, abs=0.15 * found.sd[1, 0])
 
 

@@ -80,8 +80,8 @@ def test_exact_chains(kind, family, chains, monkeypatch):
     x, y, offset = offset_data(kind)
     problem = design_of(x, y, family, offset=offset[:, None], **KNOWN).problem
     found = closed(chains, problem).posterior(0.0, 100, 0.0)
-    assert found.standard_error[0] < 0.03
-    assert abs(found.active_probs[0] - by_quadrature(kind, x, y, offset)[0]) < 5 * found.standard_error[0] + 1e-3
+    assert found.error[0] < 0.03
+    assert abs(found.active_probs[0] - by_quadrature(kind, x, y, offset)[0]) < 5 * found.error[0] + 1e-3
 
 
 def test_normal_observations_less_the_offset():

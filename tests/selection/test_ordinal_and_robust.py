@@ -115,7 +115,7 @@ def test_units_of_robust_regressions(short):
     assert second.noise_scale_ == pytest.approx(1e6 * first.noise_scale_, rel=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:The sampler's chains disagree")
+@pytest.mark.filterwarnings("ignore:The standard error of an inclusion probability")
 def test_wild_observations(short):
     """Three of a size of a million leave everything nearly as it was, where a normal regression finds nothing."""
     x, y = data(SpikeSlabRobust)

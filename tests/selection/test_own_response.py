@@ -62,7 +62,7 @@ def test_posteriors(name):
 
     pips, coefs, learned = references(x, log_density, 1, shown=shown, size=1000)
     assert ((pips > 0.05) & (pips < 0.98)).any()
-    assert np.abs(model.pip_ - pips).max() < 5 * model._standard_error.max() + 0.01
+    assert np.abs(model.pip_ - pips).max() < 5 * model.error_.max() + 0.01
     np.testing.assert_allclose(model.coef_, coefs[:, 0], atol=0.03)
     np.testing.assert_allclose(getattr(model, attribute), learned[0], rtol=0.08)
 

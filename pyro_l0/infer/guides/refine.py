@@ -22,6 +22,7 @@ from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import seeded
 from pyro_l0.infer.slabs import Alignment, GateSite
 from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.monte_carlo import Trust, doubts
 from pyro_l0.maths.second_order import DenseQuadratic, LogLikelihood
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, collapsed_mean_field, gibbs_by_expansion, tempered_gibbs
 
@@ -198,12 +199,12 @@ _NARROW, _TOGETHER = 1e-6, 1024  # a slice that is given up; slabs whose log lik
 
 
 @dataclass(frozen=True)
-class RefinedPosterior(JointDraws):
+class RefinedPosterior(Trust, JointDraws):
     """Gates and slabs with the other latents held fixed, from :meth:`~pyro_l0.infer.AutoSpikeSlab.refine`.
 
     Attributes:
-        spread: largest difference of an inclusion probability between two halves of the chains; small if they have
-            mixed, 0 for ``"mean_field"``, and NaN for a single chain.
+        error: largest standard error of ``active_probs``, by how much chains differ; NaN for one chain or a mean field.
+        problems: that the error is too large or unknown, and what to do.
         slab: the gate site of each slab site.
 
     Example:
@@ -225,7 +226,8 @@ class RefinedPosterior(JointDraws):
     _collapsed: Collapsed
     _probs: Tensor
     _draw: Callable[[int], tuple[Tensor, Tensor]]
-    spread: float
+    error: float
+    problems: tuple[str, ...]
     slab: dict[str, GateSite]
     _alignments: Mapping[str, Alignment]
     _fixed: Mapping[str, Tensor] = field(default_factory=dict)
@@ -258,10 +260,10 @@ def refined(
     generator: torch.Generator | None,
     chains: int,
     flips: int,
-) -> tuple[Collapsed, Tensor, Callable[[int], tuple[Tensor, Tensor]], float]:
+) -> tuple[Collapsed, Tensor, Callable[[int], tuple[Tensor, Tensor]], float, tuple[str, ...]]:
     """Sample the gates, or fit a collapsed mean field to them; arguments as of :meth:`AutoSpikeSlab.refine`.
 
-    The result is the model as it was expanded last, P(z != 0), what draws gates and slabs, and the chains' spread.
+    The result is the model as it was expanded last, P(z != 0), what draws gates and slabs, the error and problems.
     """
     if method not in ("tempered", "mean_field"):
         raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")
@@ -275,7 +277,8 @@ def refined(
 
     if method == "mean_field":
         probs = torch.sigmoid(collapsed_mean_field(quadratic, prior, generator=generator))
-        return collapsed, probs, lambda n: with_slabs(torch.bernoulli(probs.expand(n, -1))), 0.0
+        unknown = doubts(math.nan, "a collapsed mean field takes gates as independent. Compare method='tempered'.")
+        return collapsed, probs, lambda n: with_slabs(torch.bernoulli(probs.expand(n, -1))), math.nan, unknown
     if is_exact:
         run = tempered_gibbs(quadratic, prior, chains=chains, flips=flips, generator=generator)
     else:
@@ -289,9 +292,9 @@ def refined(
             flips=flips,
             generator=generator,
         )
-    first, second = (x.mean(0) for x in run.chain_active_probs.tensor_split(2))
-    spread = float((first - second).abs().max())
-    return collapsed._replace(quadratic=quadratic), run.active_probs, lambda n: with_slabs(run.draws(n)), spread
+    error, collapsed = float(run.standard_error().max()), collapsed._replace(quadratic=quadratic)
+    problems = doubts(error, "use more flips." if chains > 1 else "use several chains.")
+    return collapsed, run.active_probs, lambda n: with_slabs(run.draws(n)), error, problems
 
 
 def moved_slabs(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic, gates: Tensor, slabs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from pyro_l0.infer.posterior.log_joint import MOST_GATES
 from pyro_l0.infer.record import Record, Site, draws_rows, is_drawn
 from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
 from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site, with_latent_gates
+from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
 
 __all__ = ["FitCheck", "SiteCheck", "check_fit"]
@@ -174,7 +176,6 @@ def _open_log_ratio(name: str, gate: GateSite, model: Mapping[str, Site], guide:
     return total
 
 
-_TOLERANCE = 0.06  # over 42 fits it flagged every one with an error of 0.07 or more, and none below 0.05
 _MINIMUM = 0.02  # of the running probabilities that steer the chains
 _APART = 0.15  # standard deviations by which a mean or a standard deviation may be off, beside two standard errors
 _FEW = 400  # draws that count: fewer know a mean to no better than a twentieth of its standard deviation
@@ -201,39 +202,31 @@ class SiteCheck(NamedTuple):
     check: Tensor
 
 
-class FitCheck(NamedTuple):
+@dataclass(frozen=True)
+class FitCheck(Trust):
     """What :func:`~pyro_l0.infer.check_fit` finds; ``print`` shows it as a table.
 
     Attributes:
-        moved: largest change of an inclusion probability.
-        ok: whether everything that the guide's summary prints was checked and is right.
         active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired.
-        by_site: change of every gate's P(z != 0), by site and in its shape.
+        error: largest standard error of these; NaN where the check can't tell them.
+        problems: what of the guide's summary is wrong or unchecked, and what to do, in sentences.
         evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
-        advice: what was compared, and what to do.
         sites: what was found of each site.
     """
 
-    moved: float
-    ok: bool
     active_probs: dict[str, Tensor]
-    by_site: dict[str, Tensor]
+    error: float
+    problems: tuple[str, ...]
     evidence: Evidence
-    advice: str
     sites: dict[str, SiteCheck]
 
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the guide was found to be wrong somewhere."""
-        return any(bool((site.check == 2).any()) for site in self.sites.values())
-
     def __str__(self) -> str:
-        """A row for each entry of each site, and the advice."""
+        """A row for each entry of each site, and the problems."""
         import pandas as pd  # takes half a second
 
         frame = pd.DataFrame(_rows(self.sites)).set_index("")
         frame["check"] = [VERDICTS[code] for code in frame["check"]]
-        return f"{printed(frame, _ROWS)}\n{self.advice}"
+        return "\n".join([printed(frame, _ROWS), *self.problems])
 
 
 @torch.no_grad()
@@ -268,7 +261,7 @@ def check_fit(
         **kwargs: keyword arguments of the model.
 
     Returns:
-        What is off, the repaired probabilities and advice.
+        What is off, the repaired probabilities and what to do.
 
     Raises:
         TypeError: ``guide`` is not an AutoSpikeSlab, or a number is not whole.
@@ -285,8 +278,8 @@ def check_fit(
 
 def _by_chains(
     model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, probs: dict[str, Tensor], chains: int, flips: int
-) -> tuple[dict[str, Tensor], bool]:
-    """P(z != 0) by chains, and whether these hold latents at their means whose uncertainty matters."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """P(z != 0) by chains, its errors, and whether these hold latents at their means whose uncertainty matters."""
     drawn = guide.draws(chains)
     expansions = guide.expansions(model, args, kwargs, drawn)
     collapsed, log_likelihood = at_mean = next(expansions)
@@ -302,7 +295,7 @@ def _by_chains(
     if not quadratic:
         run = reweighted(run, log_likelihood, collapsed.quadratic)
     is_held = not quadratic and local_latents(collapsed.others, *model_runs(model, args, kwargs, guide.slab))
-    return collapsed.gates.apart(run.active_probs), bool(is_held)
+    return collapsed.gates.apart(run.active_probs), collapsed.gates.apart(run.standard_error()), bool(is_held)
 
 
 @torch.no_grad()
@@ -322,11 +315,11 @@ def checked(
     """
     probs = guide.active_probs()
     try:
-        found, by_weights = _by_chains(model, guide, args, kwargs, probs, chains, flips)
+        found, errors, by_weights = _by_chains(model, guide, args, kwargs, probs, chains, flips)
     except ValueError:
         if fitted is None:
             raise
-        found, by_weights = dict(probs), True
+        found, errors, by_weights = dict(probs), {name: math.nan * p for name, p in probs.items()}, True
     weighed = _weighed_draws(model, guide, args, kwargs, fitted, keep=True)[0]
     of_guide = weighed(n)
     ratios = of_guide.pop(_RATIO)
@@ -335,24 +328,19 @@ def checked(
     weights = wide.pop(_RATIO).double().softmax(0)
     effective = float(1 / weights.square().sum())
     few, by, sites = effective < _FEW, "chains", {}
-    error: float | Tensor = 0.0
     for name, p in probs.items():
         if by_weights and not few:
-            by, (found[name], _, error, *_) = "weights", _moments((wide[name] != 0).to(p), weights)
-        wrong = (found[name] - p).abs() > _TOLERANCE + 2 * error
-        unknown = torch.full_like(wrong, few and by_weights) | (torch.as_tensor(error) > _TOLERANCE / 3)
+            by, (found[name], _, errors[name], *_) = "weights", _moments((wide[name] != 0).to(p), weights)
+        wrong = (found[name] - p).abs() > MOST_ERROR + 2 * errors[name]
+        unknown = ~(errors[name] <= MOST_ERROR / 2) | (few and by_weights)  # a check is twice as sure as what it checks
         sites[name] = SiteCheck(by, p, found[name], None, None, torch.where(wrong, 2, unknown.long()))
     own, other = guide.shown(of_guide), guide.shown(wide)
     sites |= {name: _compared(x, other[name], weights, few) for name, x in own.items()}
     guide.mark({name: site.check for name, site in sites.items()})
 
-    by_site = {name: found[name] - p for name, p in probs.items()}
-    moved = max(float(change.abs().max()) for change in by_site.values())
-    ok = not any(bool(site.check.any()) for site in sites.values())
-    advice = _advice(
-        _rows(sites), guide.is_joint, f"importance weights, of which {effective:.0f} of {len(weights)} draws count"
-    )
-    return FitCheck(moved, ok, found, by_site, Evidence.of(ratios), advice, sites)
+    error = math.nan if few and by_weights else float(torch.cat([x.reshape(-1) for x in errors.values()]).max())
+    said = f"importance weights, of which {effective:.0f} of {len(weights)} draws count"
+    return FitCheck(found, error, _problems(_rows(sites), guide.is_joint, said), Evidence.of(ratios), sites)
 
 
 def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
@@ -393,8 +381,8 @@ def _rows(sites: Mapping[str, SiteCheck]) -> list[_Row]:
     return rows
 
 
-def _advice(rows: list[_Row], is_joint: bool, weights: str) -> str:
-    """What was compared, and what to do."""
+def _problems(rows: list[_Row], is_joint: bool, weights: str) -> tuple[str, ...]:
+    """What is wrong or unchecked, and what to do."""
     gates = sorted((row for row in rows if "found_sd" not in row), key=lambda row: -abs(row["found"] - row["guide"]))
     wrong = [row for row in rows if row["check"] == 2 and row not in gates]
     unchecked = [row[""] for row in rows if row["check"] == 1]
@@ -411,11 +399,7 @@ def _advice(rows: list[_Row], is_joint: bool, weights: str) -> str:
         said.append(f"Of means and standard deviations {len(wrong)} are wrong by {weights}: {first}.")
     if unchecked:
         said.append(f"Unchecked are {len(unchecked)} entries, as {unchecked[0]}, by {weights}.")
-    if not said:
-        move = abs(most["found"] - most["guide"])
-        return (
-            f"Inclusion probabilities move by at most {move:.3f} by {most['by']}, means and standard deviations by no "
-            f"more than {_APART} standard deviations and noise by {weights}: the guide is where it should be."
-        )
-    better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
-    return " ".join((*said, f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates."))
+    if said:
+        better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
+        said.append(f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates.")
+    return tuple(said)

@@ -7,9 +7,10 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from typing import Any
 
 import pyro
 import torch
@@ -20,7 +21,7 @@ from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.check_fit import Evidence, FitCheck, check_model, checked, log_ratios
-from pyro_l0.infer.runs import Args, Kwargs, Program, forked_generators
+from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
 
 _BETAS = (0.9, 0.99)
 _LAST_RATE = 0.02  # of the learning rates, at the end
@@ -30,40 +31,28 @@ _DRAWS_TO_CHECK = 256
 _SMALL = 1e-3  # nats that the evidence lower bound may lack, estimated as half that variance
 _DRAWS = 8_000  # for the evidence in the end
 _FALLING = 0.1  # nats by which a loss that has converged does not fall any more
+_STILL = "The loss was still falling after {} steps; inclusion probabilities may move further. Give more steps."
 _MOST_CHECKED = 200  # slab entries, whose second derivatives take longer than the training
-_DISAGREE = 0.1  # in an inclusion probability, between restarts
 
 
 @dataclass
-class Fit:
+class Fit(Trust):
     """What :func:`~pyro_l0.infer.fit` returns: how the training went.
 
     Attributes:
         losses: loss of each step in nats, of the best restart.
         evidence: estimates of the log evidence from the trained guide.
-        restarts: evidence lower bound of each restart in nats.
-        disagreement: largest difference of an inclusion probability between a restart and the best.
-        converged: whether the loss had stopped falling, restarts agree and nothing is wrong by the check.
         check: that of :func:`~pyro_l0.infer.check_fit`, by importance weights alone where chains refuse the model; None
             where the training had not converged, for over 200 slab entries, and in subsampled plates.
+        error: that of the check; NaN without one.
+        problems: what is wrong or was not checked, in sentences.
     """
 
     losses: list[float]
     evidence: Evidence
-    restarts: list[float] = field(default_factory=list)
-    disagreement: float = 0.0
-    converged: bool = True
     check: FitCheck | None = None
-
-    @property
-    def elbo(self) -> float:
-        """The evidence lower bound in nats, from fresh draws."""
-        return self.evidence.elbo
-
-    @property
-    def log_evidence(self) -> float:
-        """The importance-weighted bound in nats, tighter than the evidence lower bound where no rows are drawn."""
-        return self.evidence.importance_weighted
+    error: float = math.nan
+    problems: tuple[str, ...] = ()
 
 
 def fit(
@@ -139,6 +128,7 @@ def fit(
     if seed is not None:
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)
+    trace: Any = guide.prototype_trace
     start = copy.deepcopy(guide.state_dict())
     ratios, mapped = log_ratios(model, guide, args, kwargs)
     has_noise = check_model(model, guide, args, kwargs, mapped)
@@ -160,40 +150,34 @@ def fit(
         loss = partial(elbo.differentiable_loss, model, guide, *args, **kwargs)
         optimiser = torch.optim.Adam(guide.parameter_groups(learning_rate), betas=_BETAS)
         losses = _train(loss, optimiser, ratios, steps, f"restart {i + 1} of {restarts}, " if progress else None)
-        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), converged=_has_converged(losses, steps))
+        said = () if _has_converged(losses, steps) else (_STILL.format(steps),)
+        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS), has_noise), problems=said)
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
-    best, state, probs = max(found, key=lambda entry: entry[0].elbo)
+    best, state, probs = max(found, key=lambda entry: entry[0].evidence.elbo)
     guide.load_state_dict(state)
-    best.restarts = [result.elbo for result, _, _ in found]
-    best.disagreement = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
-    if not best.converged:
-        warnings.warn(
-            f"The loss was still falling after {len(best.losses)} steps; inclusion probabilities may move further. "
-            "Give more steps.",
-            stacklevel=2,
-        )
+    apart = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
     better = "" if guide.is_joint else ", or gates='autoregressive' with slabs='structured'"
-    if best.disagreement > _DISAGREE:
-        best.converged = False
-        warnings.warn(
-            f"Restarts disagree by {best.disagreement:.2f} in an inclusion probability, with evidence lower bounds "
-            f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps{better}.",
-            stacklevel=2,
+    if apart > MOST_ERROR:
+        bounds = ", ".join(f"{result.evidence.elbo:.2f}" for result, _, _ in found)
+        best.problems += (
+            f"Restarts disagree by {apart:.2f} in an inclusion probability, with evidence lower bounds {bounds}; the "
+            f"best is kept. Use check_fit, and more steps{better}.",
         )
-    best.check = _checked(model, guide, args, kwargs, mapped) if best.converged and not has_noise else None
-    if best.check is not None:
-        best.converged = not best.check.is_wrong
-        if best.check.is_wrong or any(bool(best.check.sites[name].check.any()) for name in probs):
-            warnings.warn(best.check.advice, stacklevel=2)
+    if best.problems:
+        warnings.warn(" ".join(best.problems), stacklevel=2)
+    elif has_noise:
+        best.problems = ("The guide was not checked, as plates draw rows of the data. Compare other seeds.",)
+    elif not 0 < sum(trace.nodes[name]["value"].numel() for name in guide.slab) <= _MOST_CHECKED:
+        best.problems = (
+            f"The guide was not checked: its slabs do not have 1 to {_MOST_CHECKED} entries. Use check_fit.",
+        )
+    else:
+        best.check = check = checked(model, guide, args, kwargs, fitted=mapped)
+        best.error, best.problems = check.error, check.problems
+        # Of means and deviations that can't be told the summary speaks alone.
+        if any(bool((site.check > (name not in probs)).any()) for name, site in check.sites.items()):
+            warnings.warn(" ".join(check.problems), stacklevel=2)
     return best
-
-
-def _checked(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool) -> FitCheck | None:
-    """The check of a guide; None for a large one, and in subsampled plates."""
-    with forked_generators(), torch.no_grad():
-        drawn = guide.draw_together(1)
-        size = sum(x.shape.numel() for name, x in (drawn or {}).items() if name in guide.slab)
-        return checked(model, guide, args, kwargs, fitted=mapped) if 0 < size <= _MOST_CHECKED else None
 
 
 def _train(

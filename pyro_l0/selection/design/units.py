@@ -128,7 +128,7 @@ class Scale(Step):
         gated, always = np.split(self._gate_of[kept], [len(kept) - self._always])
         probs, error = np.zeros((2, int(self._gate_of.max()) + 1))
         probs[np.unique(gated)], probs[always] = found.active_probs, 1.0
-        error[np.unique(gated)] = 0.0 if found.standard_error is None else found.standard_error
+        error[np.unique(gated)] = found.error
         mean, sd = np.zeros((2, len(self._gate_of), outputs))
         mean[kept], sd[kept] = (part / self._divisor[:, None] * unit for part in (found.mean, found.sd))
         feature, output = np.divmod(draws.coefficients.indices, outputs)
@@ -143,5 +143,5 @@ class Scale(Step):
             sd=sd,
             intercept=found.intercept * unit,
             draws=draws._replace(coefficients=coefficients, **scales),
-            standard_error=None if found.standard_error is None else error,
+            error=error,
         )

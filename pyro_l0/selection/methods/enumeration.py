@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from sklearn.exceptions import ConvergenceWarning
 
+from pyro_l0.maths.monte_carlo import doubts
 from pyro_l0.selection.design.design import Design
 from pyro_l0.selection.design.draft import Draft
 from pyro_l0.selection.families import Family, family_of
@@ -69,6 +73,9 @@ def exact_posterior(
         TypeError: an argument has the wrong type.
         ValueError: there are more than 20 features, the family is sampled, or an argument is out of range.
 
+    Warns:
+        ConvergenceWarning: exact chains followed, and their result is not ``ok``.
+
     Example:
         >>> import numpy as np
         >>> X = np.eye(6)[:, :2]  # two features
@@ -90,7 +97,10 @@ def exact_posterior(
     )
     design = Design(draft)
     number = _number(seed)
-    return design.posterior(enumerate_posterior(design.problem, draws=draws, seed=number), number)
+    found = design.posterior(enumerate_posterior(design.problem, draws=draws, seed=number), number)
+    if problems := (*found.problems, *doubts(float(found.error.max(initial=0.0)), "average those of several seeds.")):
+        warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=2)
+    return found
 
 
 @torch.no_grad()
@@ -115,12 +125,12 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     moments = evidence.moments(z[matters], weights[matters] / weights[matters].sum())
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, max(draws, FEWEST), replacement=True, generator=generator)
-    active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
+    probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
     found = evidence.draws(z[drawn], generator)
     if found.correction is not None:
-        return continued(problem, z[drawn], found, active_probs, log_evidence + found.correction, draws, generator)
-    return SelectionPosterior.of(active_probs, moments, log_evidence, rows_of(found, np.arange(draws)))
+        return continued(problem, z[drawn], found, probs, log_evidence + found.correction, draws, generator)
+    return SelectionPosterior.of(probs, moments, log_evidence, rows_of(found, np.arange(draws)), 0 * probs)
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,32 +11,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from scipy.sparse import csr_array
-from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyro_l0.maths.monte_carlo import MOST_ERROR, standard_error
 from pyro_l0.maths.second_order import BATCH, STORED, open_positions
 from pyro_l0.maths.tempered_gibbs import counted
-from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem, SelectionPosterior
+from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
-__all__ = ["AugmentedChains", "JumpingChains", "continued", "draw_polya_gamma", "is_augmented", "standard_error"]
+__all__ = ["AugmentedChains", "JumpingChains", "continued", "draw_polya_gamma", "is_augmented"]
 
 _CHAINS = 64  # fewer where their second derivatives fill the memory
 _FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
 _ENOUGH, _PRECISE = 0.015, 0.03  # standard errors up to which chains run: of gates, and of means in deviations
 _UNSURE, _SEEN = 0.1, 0.05  # error of a mean that is warned of, and how often its coefficient has to be open
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
-
-
-def standard_error(record: Tensor) -> Tensor:
-    """Of the mean of gates or of their probabilities, shape ``(rounds, chains, G)``: by how much chains differ.
-
-    It is larger where all of them drift: where halves differ more, over all gates, than chains explain.
-    """
-    of_chains = record.mean(0).var(0) / record.shape[1]
-    of_halves = torch.stack([half.mean((0, 1)) for half in record.chunk(2)]).var(0) / 2
-    drift = of_halves.sum() / of_chains.sum().clamp(min=torch.finfo(record.dtype).tiny)
-    return (of_chains * drift.clamp(min=1.0)).sqrt()
 
 
 def _error_of_means(beta: Tensor, mean: Tensor) -> Tensor:
@@ -93,13 +81,10 @@ class ExactChains(ABC):
                 bar.total = self.sweeps * math.ceil(min(_ROUNDS, needed))
                 if is_enough:
                     break
-        if apart > _UNSURE and of_gates <= MOST_ERROR:
-            warnings.warn(
-                f"The chains disagree: the mean of a coefficient has a standard error of {apart:.2f} of its standard "
-                "deviation. Set a smaller slab_scale or always_in_scale.",
-                ConvergenceWarning,
-                stacklevel=2,
-            )
+        disagree = (
+            f"The chains disagree: the mean of a coefficient has a standard error of {apart:.2f} of its standard "
+            "deviation. Set a smaller slab_scale or always_in_scale."
+        )
         z, log_slab, beta, mean, variance, theta = (part.flatten(0, 1) for part in others)
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)
@@ -120,6 +105,7 @@ class ExactChains(ABC):
                 learned,
             ),
             found,
+            (disagree,) if apart > _UNSURE and of_gates <= MOST_ERROR else (),
         )
 
     @abstractmethod

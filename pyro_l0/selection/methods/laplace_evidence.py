@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_l0.maths.monte_carlo import MOST_ERROR
 from pyro_l0.maths.second_order import Point, Step, maximise
 from pyro_l0.selection.families.likelihood import Likelihood
 from pyro_l0.selection.methods.grid import (
@@ -23,7 +24,7 @@ from pyro_l0.selection.methods.grid import (
     sparse_rows,
 )
 from pyro_l0.selection.predictive import linear_predictors, rows_of
-from pyro_l0.selection.problem import MOST_ERROR, Draws, Problem
+from pyro_l0.selection.problem import Draws, Problem
 
 __all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode"]
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_l0.maths.monte_carlo import MOST_ERROR
 from pyro_l0.maths.second_order import Quadratic, open_positions, quadratic_of
 from pyro_l0.maths.tempered_gibbs import (
     GibbsRun,
@@ -25,7 +26,7 @@ from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChain
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
 from pyro_l0.selection.predictive import rows_of
-from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
+from pyro_l0.selection.problem import Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.

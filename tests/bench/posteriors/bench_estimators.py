@@ -83,7 +83,7 @@ def main() -> None:
                 model = kind(random_state=seed).fit(x, y)
             seconds = f"{time.process_time() - start:.1f}{' (warns)' if caught else ''}"
             difference = np.abs(model.pip_ - known["pip"]).max()
-            cells = [f"{value:.4f}" for value in (model._standard_error.max(), difference, known["standard_error"])]
+            cells = [f"{value:.4f}" for value in (model.error_.max(), difference, known["standard_error"])]
             table_row(name, seed, seconds, *cells, int((model.pip_ > 0.5).sum()), abess(name, x, y))
 
 

@@ -105,9 +105,9 @@ def run(design: Design, known: Posterior, seed: int, options: argparse.Namespace
     mean = (draws["z"] * draws["w"]).double().mean(0)
     return Run(
         error=float((inclusion - known.inclusion).abs().max()),
-        gap=known.log_evidence - result.elbo,
+        gap=known.log_evidence - result.evidence.elbo,
         seconds=seconds,
-        moved=float(check.moved),
+        moved=float((check.active_probs["z"] - check.sites["z"].guide).abs().max()),
         is_flagged=not check.ok,
         mean=float((mean - known.mean).abs().max()),
         inclusion=inclusion,

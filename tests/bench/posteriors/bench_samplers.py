@@ -82,8 +82,8 @@ def report(name: str, design: Design, gate: Gate, samples: int, seed: int) -> bo
     least = min(e.min().item() for e in result.ess.values())
     print(
         f"{name:24}{samples:5d} draws: largest error of P(z != 0) {error:.3f}, of the first two {probability[0]:.2f} "
-        f"{probability[1]:.2f}, worst r-hat {worst:.3f}, least ess {least:.0f}, moved by exchanges "
-        f"{result.moved['z'].abs().max():.3f}, divergent {sum(result.divergences)}, {seconds:.0f} s"
+        f"{probability[1]:.2f}, worst r-hat {worst:.3f}, least ess {least:.0f}, standard error "
+        f"{result.error:.3f}, divergent {sum(result.divergences)}, {seconds:.0f} s"
     )
     for problem in result.problems:
         print(f"    {problem}")

@@ -109,7 +109,7 @@ def test_a_guide_of_products_learns_the_posterior(model):
     guide = AutoSpikeSlab(model, CASES[model][0], gates="autoregressive", slabs="structured")
     result = fit(model, guide, x, y, seed=0, steps=400)
     torch.testing.assert_close(together(guide.active_probs(), guide), probs, atol=0.03, rtol=0)
-    assert result.elbo == pytest.approx(evidence, abs=0.05)
+    assert result.evidence.elbo == pytest.approx(evidence, abs=0.05)
     assert check_fit(model, guide, x, y, seed=0).ok
 
 

@@ -38,8 +38,8 @@ def test_sum_over_all_gates(groups, intercept, short):
     problem = design_of(x, y, "bernoulli", gate_of=groups, fit_intercept=intercept, **known).problem
     exact, found = enumerate_posterior(problem, seed=0), sampled(problem)
     assert ((exact.active_probs > 0.05) & (exact.active_probs < 0.95)).any()
-    assert found.standard_error.max() < 0.05
-    assert (np.abs(found.active_probs - exact.active_probs) < 5 * found.standard_error + 2e-3).all()
+    assert found.error.max() < 0.05
+    assert (np.abs(found.active_probs - exact.active_probs) < 5 * found.error + 2e-3).all()
     np.testing.assert_allclose(found.mean, exact.mean, atol=0.1 * exact.sd.max())
     np.testing.assert_allclose(found.sd, exact.sd, rtol=0.15)
     drawn = found.draws.coefficients.toarray()
@@ -78,7 +78,7 @@ def test_separated_labels_by_quadrature(short):
     mean = float((density * beta).sum() / density.sum())
     found = sampled(problem.problem, size=100)
     active = evidence / (1 + evidence)
-    assert abs(found.active_probs[0] - active) < 5 * found.standard_error[0] + 1e-3
+    assert abs(found.active_probs[0] - active) < 5 * found.error[0] + 1e-3
     assert found.mean[0, 0] == pytest.approx(active * mean, rel=0.05)
 
 
@@ -90,7 +90,7 @@ def test_an_unknown_slab_scale_and_weights(short):
     weighted = design_of(x, y, "bernoulli", weight=weight).problem
     exact = enumerate_posterior(design_of(*(v.repeat(weight.astype(int), 0) for v in (x, y)), "bernoulli").problem)
     found = sampled(weighted)
-    assert (np.abs(found.active_probs - exact.active_probs) < 5 * found.standard_error + 0.01).all()
+    assert (np.abs(found.active_probs - exact.active_probs) < 5 * found.error + 0.01).all()
     assert np.log(found.draws.slab_scale).mean() == pytest.approx(np.log(exact.draws.slab_scale).mean(), abs=0.1)
 
 

@@ -84,8 +84,8 @@ def test_importance_sampling(family, groups, monkeypatch):
     exact = by_importance(problem)
     found = closed(JumpingChains, problem).posterior(0.0, 2000, 0.0)
     assert ((exact > 0.05) & (exact < 0.95)).any()
-    assert found.standard_error.max() < 0.02
-    assert (np.abs(found.active_probs - exact) < 5 * found.standard_error + 2e-3).all()
+    assert found.error.max() < 0.02
+    assert (np.abs(found.active_probs - exact) < 5 * found.error + 2e-3).all()
 
 
 @pytest.mark.slow
@@ -101,13 +101,13 @@ def test_an_unsure_run_goes_on(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The sampler's chains disagree")
+@pytest.mark.filterwarnings("ignore:The standard error of an inclusion probability")
 def test_counts_that_are_cut_off():
     """At fifty, so that no expansion is close: at most one of eleven is false, and none is unsure."""
     x, y, beta = counts(400, 100, seed=1, most=50)
     model = SpikeSlabPoissonRegressor(random_state=0).fit(x, y)
     chosen = model.select()
-    assert model._standard_error[chosen].max() <= 0.05
-    assert model._standard_error.max() < 0.1
+    assert model.error_[chosen].max() <= 0.05
+    assert model.error_.max() < 0.1
     assert (beta[chosen] == 0).sum() <= 1
     assert (beta[chosen] != 0).sum() >= 7

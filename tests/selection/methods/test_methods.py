@@ -10,7 +10,9 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+from pyro_l0.selection.design.design import Design
 from pyro_l0.selection.methods import METHODS, grid
+from pyro_l0.selection.methods.enumeration import exact_posterior
 
 
 def data(p=4, n=100):
@@ -51,30 +53,46 @@ def test_chains_that_disagree_are_reported(error, monkeypatch):
 
     def sampled(problem, *, draws, seed):
         found = METHODS["enumerate"](problem, draws=draws, seed=seed)
-        return replace(found, standard_error=np.array([0.0, error, 0.01, 0.0]))
+        return replace(found, error=np.array([0.0, error, 0.01, 0.0]))
 
     x, y = data()
     monkeypatch.setitem(METHODS, "tempered", sampled)
     model = SpikeSlabRegressor(method="tempered", random_state=0)
     expected = nullcontext()
     if error > 0.05:
-        expected = pytest.warns(ConvergenceWarning, match=r"feature 'x1' has a standard error of 0.06, and 1 of 4")
-    with expected:
+        expected = pytest.warns(ConvergenceWarning, match=r"is 0.06, .* the sampler's chains disagree on 'x1'\. ")
+    with expected as caught:
         model.fit(x, y)
+    assert model.error_.tolist() == [0.0, error, 0.01, 0.0]
+    assert model.ok_ == (error < 0.05)
+    assert model.problems_ == (() if caught is None else (str(caught[0].message),))
 
 
 def test_what_chains_that_disagree_would_need(monkeypatch):
-    """The factor of draws is the square of that of the error, and copies are named."""
+    """The factor of draws is the square of that of the error, and the least certain features are named first."""
 
     def sampled(problem, *, draws, seed):
         found = METHODS["enumerate"](problem, draws=draws, seed=seed)
-        return replace(found, standard_error=np.array([0.11, 0.06, 0.0, 0.2]))
+        return replace(found, error=np.array([0.11, 0.06, 0.0, 0.2]))
 
     x, y = data()
-    x[:, 3] = x[:, 1] + 0.01 * x[:, 3]
     monkeypatch.setitem(METHODS, "tempered", sampled)
-    with pytest.warns(ConvergenceWarning, match=r"take 16 times as many draws.*near-copies .*'x1' or 'x3'"):
+    with pytest.warns(
+        ConvergenceWarning, match=r"is 0.20, .* on 'x3', 'x0', 'x1'\. Average 16 fits .* nearly equal ones"
+    ):
         SpikeSlabRegressor(method="tempered", random_state=0).fit(x, y)
+
+
+def test_chains_that_follow_an_enumeration_may_disagree(monkeypatch):
+    """Of which ``exact_posterior`` warns, too."""
+    x, y = data()
+    right = exact_posterior(x, y, seed=0)
+    assert right.ok
+    assert not right.error.any()
+    by_chains = replace(right, error=np.array([0.0, 0.07, 0.0, 0.0]), problems=("The chains disagree.",))
+    monkeypatch.setattr(Design, "posterior", lambda *_: by_chains)
+    with pytest.warns(ConvergenceWarning, match=r"chains disagree\. .* is 0.07, .* average those of several seeds"):
+        assert not exact_posterior(x, y, seed=0).ok
 
 
 @pytest.mark.parametrize("verbose", [False, True])

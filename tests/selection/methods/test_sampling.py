@@ -178,7 +178,7 @@ def test_other_families(name):
     found = tempered_posterior(problem, seed=1)
     apart = np.abs(found.active_probs - expected.active_probs)
     assert apart.max() < 0.03
-    assert (apart < 5 * found.standard_error + 0.002).all()
+    assert (apart < 5 * found.error + 0.002).all()
     assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.06
     assert np.abs(found.sd / expected.sd - 1).max() < 0.1
     assert found.log_evidence == pytest.approx(expected.log_evidence, abs=0.1)
