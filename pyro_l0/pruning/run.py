@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.callbacks.budget import Budgets, NetworkBudget
+from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.infer.control.budget import BudgetTooSmallError, Cost
+from pyro_l0.infer.control.budget import Budgets, BudgetTooSmallError, Cost
 from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import Example
@@ -91,7 +91,7 @@ class Run:
             self.gated.network,
             self.example,
             self.budget,
-            self.costs if isinstance(self.budget, Mapping) else self.costs["cost"],
+            self.costs,
             pretrained=self.pretrained,
             at_least=self.least,
             multiple_of=self.in_step,

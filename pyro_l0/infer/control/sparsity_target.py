@@ -13,7 +13,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.infer.control.budget import Budget, Cost, gates_within, read_budgets
+from pyro_l0.infer.control.budget import Budget, Budgets, Cost, gates_within
 from pyro_l0.infer.guides.parameters import GateGuide, check_guide
 
 
@@ -402,7 +402,7 @@ class SparsityTarget(_Multiplier):
     def __init__(
         self,
         guide: GateGuide,
-        budget: float | Sequence[float] | Mapping[str, float],
+        budget: Budgets,
         cost: Cost | Mapping[str, Cost] | None = None,
         *,
         steps: int,
@@ -415,10 +415,10 @@ class SparsityTarget(_Multiplier):
         expect(bool, "True or False", pretrained=pretrained)
         self.guide = guide
         gates = guide.test_gates()
-        budgets, costs, self._intermediate = read_budgets(budget, cost)
         self._schedule = BudgetSchedule(steps, pretrained)
         self.steps, self.start, self.reached = steps, self._schedule.start, self._schedule.reached
-        self._budget = Budget(costs, budgets, gates, at_least, multiple_of)
+        self._budget = Budget(budget, cost, gates, at_least, multiple_of)
+        self._budget.check()
         # At the loss's scale for gates that can go just far enough; the further they can go, the weaker a penalty does.
         integral = torch.full_like(self._budget.final, -math.log(self._schedule.distance / LEAST_DISTANCE))
         super().__init__(integral, self.reached - self.start)
@@ -568,7 +568,7 @@ class SparsityTarget(_Multiplier):
         before = 1.0
         if self.step > self.start + interval:
             before = float(schedule.budget(self.step - interval, self.budget)[0])
-        for intermediate in self._intermediate:
+        for intermediate in self._budget.intermediate:
             if float(budget[0]) <= intermediate < before:
                 self._correct(torch.full_like(self.budget, intermediate))
                 if self._on_budget is not None:
