@@ -131,7 +131,7 @@ class NetworkBudget:
                 f"Expected gates that are trained with their network, but gate {lost[0]!r} is not. Train a module that "
                 "holds the network given here; for precision 16-mixed its optimiser takes all parameters, not fused."
             )
-        was, taken = (self._saved["steps"], self._saved["target"]["step"]) if self._saved else (int(steps), 0)
+        was, taken = (self._saved["steps"], self._saved["step"]) if self._saved else (int(steps), 0)
         if (was, taken) != (steps, done):
             raise ValueError(
                 f"Expected to go on after {taken} of {was} steps, where the callback's state is from, but the trainer "
@@ -203,15 +203,16 @@ class NetworkBudget:
         if self.target is None:
             return {}
         locations = [location.detach().clone() for location in self.gates.locations()]
-        state = {"steps": self.target.steps, "locations": locations}
-        return state | {"target": self.target.state_dict(), "optimiser": self.optimiser.state_dict()}
+        own = {"steps": self.target.steps, "locations": locations, "gate_optimiser": self.optimiser.state_dict()}
+        return self.target.state_dict() | own
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`, at once if the training has begun, and at the next :meth:`start`."""
-        self._saved = state_dict
-        if self.target is not None:
-            for location, value in zip(self.gates.locations(), state_dict["locations"], strict=True):
-                location.copy_(value)
-            self.target.load_state_dict(state_dict["target"])
-            self.optimiser.load_state_dict(state_dict["optimiser"])
+        if self.target is None:
+            self._saved = state_dict
+            return
+        for location, value in zip(self.gates.locations(), state_dict["locations"], strict=True):
+            location.copy_(value)
+        self.target.load_state_dict(state_dict)
+        self.optimiser.load_state_dict(state_dict["gate_optimiser"])

@@ -194,7 +194,7 @@ def prune(
             file.load(run.load_state_dict, device)
         for entry in train_epochs(run, file):
             if training.progress and rank() == 0:
-                _print(entry, "compacted" if run.tuning else "with gates")
+                _print(entry, "with gates" if run.tuned < 0 else "compacted")
             for callback in training.callbacks:
                 callback(entry)
         run.finish()

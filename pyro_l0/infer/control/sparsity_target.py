@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,16 +250,6 @@ _FIRST, _MOST_AT_ONCE = -5.0, 3.0  # for gates of each example: that logarithm a
 _HARDENING = 10.0  # of the logarithm of positions in the last steps: what stands at OPENED or further stays on its side
 
 
-class TargetState(TypedDict):
-    """What a resumed run needs of a target."""
-
-    step: int
-    integral: Tensor
-    of_loss: Tensor
-    of_penalty: Tensor
-    prices: NotRequired[Tensor | None]  # the penalty coefficients, by the name that checkpoints have
-
-
 class _Multiplier:
     """A multiplier of each constraint: at the scale of the loss, times e to the integral of the violations."""
 
@@ -294,7 +284,7 @@ class _Multiplier:
         for name in ("_integral", "_of_loss", "_of_penalty"):
             setattr(self, name, getattr(self, name).to(device))
 
-    def state_dict(self) -> TargetState:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, beside the state of the gates."""
         return {
             "step": self.step,
@@ -303,7 +293,7 @@ class _Multiplier:
             "of_penalty": self._of_penalty.clone(),
         }
 
-    def load_state_dict(self, state: TargetState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
         if state["integral"].shape != self._integral.shape:
             raise ValueError(
@@ -621,17 +611,17 @@ class SparsityTarget(_Multiplier):
         self._move(like.device)
         self._coefficients = None
 
-    def state_dict(self) -> TargetState:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, beside the guide's state."""
-        return {**super().state_dict(), "prices": self._coefficients}
+        return {**super().state_dict(), "coefficients": self._coefficients}
 
-    def load_state_dict(self, state: TargetState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
         super().load_state_dict(state)
         self._coefficients = None
         self._before = [] if self.step <= self.start else None
-        if (prices := state.get("prices")) is not None:
-            self._put_coefficients(prices.to(self._integral))
+        if (coefficients := state["coefficients"]) is not None:
+            self._put_coefficients(coefficients.to(self._integral))
 
 
 class ActiveTarget(_Multiplier):
