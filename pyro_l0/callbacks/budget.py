@@ -27,14 +27,14 @@ def named_costs(
     budget: Budgets, cost: str | Cost | Mapping[str, Cost], counts: NetworkCost, latency: Cost | None = None
 ) -> dict[str, Cost]:
     """The costs of a network by the names of their budgets; a single one without a name is ``"cost"``."""
-    if callable(cost):
+    if callable(cost) and not isinstance(budget, Mapping):
         return {"cost": cost}
-    own = {} if isinstance(cost, str) else cost
+    own = cost if isinstance(cost, Mapping) else {}
     known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters}
     known |= {**({} if latency is None else {"latency": latency}), **own}
     named: Mapping[str, object] = budget if isinstance(budget, Mapping) else own
     names = {name: name for name in named} or {"cost": str(cost)}
-    asked = {*own} if own else {str(cost)} - {"macs"}  # which it is if nothing is asked for
+    asked = {*own} or {"a function" if callable(cost) else str(cost)} - {"macs"}  # the default, if nothing is asked for
     free = sorted(asked - names.keys()) if named else []
     if free or not known.keys() >= {*names.values()}:
         raise ValueError(

@@ -69,6 +69,7 @@ def units(gates):
     [
         ({"macs": 0.5}, "parameters", r"got \['macs'\] and none for \['parameters'\]"),
         ({"macs": 0.5}, {"units": units}, r"got \['macs'\] and none for \['units'\]"),
+        ({"macs": 0.5}, units, r"got \['macs'\] and none for \['a function'\]; .* cost={name: cost}"),
         ({"macs": 0.5, "flops": 0.4}, "macs", r"of macs, weights, parameters, with a budget.*\['macs', 'flops'\]"),
     ],
 )

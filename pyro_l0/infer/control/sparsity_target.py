@@ -250,8 +250,8 @@ _FIRST, _MOST_AT_ONCE = -5.0, 3.0  # for gates of each example: that logarithm a
 _HARDENING = 10.0  # of the logarithm of positions in the last steps: what stands at OPENED or further stays on its side
 
 
-class _Multiplier:
-    """A multiplier of each constraint: at the scale of the loss, times e to the integral of the violations."""
+class Controller:
+    """What moves gates to a budget: multipliers at the loss's scale, times e to the integral of the violations."""
 
     def __init__(self, integral: Tensor, fall: int) -> None:
         self.step = 0
@@ -305,7 +305,7 @@ class _Multiplier:
         )
 
 
-class SparsityTarget(_Multiplier):
+class SparsityTarget(Controller):
     r"""Keeps a network within a budget of multiply-adds, weights, parameters or another cost while it trains.
 
     The number of steps, the number of gates and the budget determine everything else. All gates start open. In every
@@ -624,7 +624,7 @@ class SparsityTarget(_Multiplier):
             self._put_coefficients(coefficients.to(self._integral))
 
 
-class ActiveTarget(_Multiplier):
+class ActiveTarget(Controller):
     r"""Keeps the gates that a network computes for each example to a number of active ones while it trains.
 
     For n gates of each of B examples the penalty of :class:`SparsityTarget` is
