@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,15 +14,34 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import SparsityTarget
-from pyro_l0.infer.control.budget import Cost
+from pyro_l0.infer.control.budget import Budgets, Cost
 from pyro_l0.infer.control.sparsity_target import OnBudget
 from pyro_l0.nn import NetworkCost, NetworkGates
 from pyro_l0.nn.engine import Example
 from pyro_l0.training.processes import average_gradients
 
-__all__ = ["NetworkBudget"]
+__all__ = ["NetworkBudget", "named_costs"]
 
-Budgets = float | Sequence[float] | Mapping[str, float]
+
+def named_costs(
+    budget: Budgets, cost: str | Cost | Mapping[str, Cost], counts: NetworkCost, latency: Cost | None = None
+) -> dict[str, Cost]:
+    """The costs of a network by the names of their budgets; a single one without a name is ``"cost"``."""
+    if callable(cost) and not isinstance(budget, Mapping):
+        return {"cost": cost}
+    own = cost if isinstance(cost, Mapping) else {}
+    known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters}
+    known |= {**({} if latency is None else {"latency": latency}), **own}
+    named: Mapping[str, object] = budget if isinstance(budget, Mapping) else own
+    names = {name: name for name in named} or {"cost": str(cost)}
+    asked = {*own} or {"a function" if callable(cost) else str(cost)} - {"macs"}  # the default, if nothing is asked for
+    free = sorted(asked - names.keys()) if named else []
+    if free or not known.keys() >= {*names.values()}:
+        raise ValueError(
+            f"Expected costs by name, of {', '.join(known)}, with a budget for each, but got {[*names.values()]}"
+            f"{f' and none for {free}' if free else ''}; give costs of your own in cost={{name: cost}}."
+        )
+    return {key: known[name] for key, name in names.items()}
 
 
 class NetworkBudget:
@@ -39,8 +58,8 @@ class NetworkBudget:
         budget: largest fraction of the full network's cost, in (0, 1), or several, as for
             :class:`~pyro_l0.infer.SparsityTarget`.
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site, or
-            several by the names of their budgets. Without an example it is the open gates of the sites by whose names
-            budgets are given, or a function.
+            several by the names of their budgets, of which these three are known. Without an example it is the open
+            gates of the sites by whose names budgets are given, or a function.
         pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
         at_least: by gate site, how many of its gates never close.
         multiple_of: by gate site, a number: the open gates are a multiple of it, or all of the site's.
@@ -70,8 +89,9 @@ class NetworkBudget:
         on_budget: OnBudget | None = None,
     ) -> None:
         self.gates = NetworkGates(network)
-        counts = None if example is None else NetworkCost(network, example)
-        self._cost: Cost | Mapping[str, Cost] | None = getattr(counts, cost, None) if isinstance(cost, str) else cost
+        self._cost: Cost | Mapping[str, Cost] | None = None if isinstance(cost, str) else cost
+        if example is not None:
+            self._cost = named_costs(budget, cost, NetworkCost(network, example))
         self._network, self._example, self._budget = network, example, budget
         self._options: dict[str, Any] = {
             "pretrained": pretrained,
@@ -111,7 +131,7 @@ class NetworkBudget:
                 f"Expected gates that are trained with their network, but gate {lost[0]!r} is not. Train a module that "
                 "holds the network given here; for precision 16-mixed its optimiser takes all parameters, not fused."
             )
-        was, taken = (self._saved["steps"], self._saved["target"]["step"]) if self._saved else (int(steps), 0)
+        was, taken = (self._saved["steps"], self._saved["step"]) if self._saved else (int(steps), 0)
         if (was, taken) != (steps, done):
             raise ValueError(
                 f"Expected to go on after {taken} of {was} steps, where the callback's state is from, but the trainer "
@@ -183,15 +203,16 @@ class NetworkBudget:
         if self.target is None:
             return {}
         locations = [location.detach().clone() for location in self.gates.locations()]
-        state = {"steps": self.target.steps, "locations": locations}
-        return state | {"target": self.target.state_dict(), "optimiser": self.optimiser.state_dict()}
+        own = {"steps": self.target.steps, "locations": locations, "gate_optimiser": self.optimiser.state_dict()}
+        return self.target.state_dict() | own
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`, at once if the training has begun, and at the next :meth:`start`."""
-        self._saved = state_dict
-        if self.target is not None:
-            for location, value in zip(self.gates.locations(), state_dict["locations"], strict=True):
-                location.copy_(value)
-            self.target.load_state_dict(state_dict["target"])
-            self.optimiser.load_state_dict(state_dict["optimiser"])
+        if self.target is None:
+            self._saved = state_dict
+            return
+        for location, value in zip(self.gates.locations(), state_dict["locations"], strict=True):
+            location.copy_(value)
+        self.target.load_state_dict(state_dict)
+        self.optimiser.load_state_dict(state_dict["gate_optimiser"])

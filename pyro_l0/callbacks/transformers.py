@@ -10,7 +10,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from pyro_l0.callbacks.budget import Budgets, NetworkBudget
+from pyro_l0.callbacks.budget import NetworkBudget
+from pyro_l0.infer.control.budget import Budgets
 from pyro_l0.nn.engine import Example
 
 __all__ = ["BudgetCallback"]

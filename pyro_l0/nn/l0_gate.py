@@ -510,9 +510,6 @@ def _processes() -> int:
     return 1 if is_one else distributed.get_world_size()
 
 
-Cost = float | Mapping[str, float] | Callable[[Mapping[str, Tensor]], Tensor]
-
-
 class NetworkGates:
     """The gates of a network and their own parameters, by site, with the methods of a guide over gates.
 
@@ -595,7 +592,7 @@ class NetworkGates:
         return replaced
 
 
-def penalty(network: nn.Module, cost: Cost) -> Tensor:
+def penalty(network: nn.Module, cost: float | Mapping[str, float] | Callable[[Mapping[str, Tensor]], Tensor]) -> Tensor:
     r"""The price of a network's open L0Gates in nats, shape ``()``; add it to the task's loss.
 
     The sum is Eq. 22.

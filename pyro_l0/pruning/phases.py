@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -22,10 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 
 from pyro_l0.callbacks.budget import NetworkBudget
-from pyro_l0.diagnostics import diagnose
-from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.training.epochs import Stream, some_batches
 from pyro_l0.training.processes import average_buffers, average_gradients, gather
@@ -375,119 +371,64 @@ def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[s
     return {name.rpartition(".")[0] for name, p in trained.named_parameters() if p.grad is not None}
 
 
-_PARTS = ("network", "budget", "optimiser", "schedule")  # those that a phase has
 _LEARNING_RATE, _EPS = 1e-3, 1e-15  # of Adam; with so small an eps a loss of another scale takes the same steps
 
 
-class Phase(ABC):
-    """A part of the training."""
+class Phase:
+    """A network that is trained for so many steps: without gates, or with L0Gates under a budget, drawn for each batch.
 
-    optimiser: Optimizer  # of the weights
+    The weights are trained by Adam if nothing else is given: with gates at a constant rate, and without at one that
+    falls to 0 by a cosine over the last half of the steps.
+    """
 
-    def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
-        self.network, self._loss = network, loss
-
-    def loss_of(self, batch: object) -> Tensor:
-        """The loss of a batch, shape ``()``; gates are drawn."""
-        return self._loss(self.network, batch)
-
-    @abstractmethod
-    def update(self) -> None:
-        """Move the parameters along their gradients."""
-
-    def parts(self) -> dict[str, Any]:
-        """What has a ``state_dict``, by its name in a checkpoint."""
-        found = {name: getattr(self, name, None) for name in _PARTS}
-        return {name: part for name, part in found.items() if part is not None}
+    def __init__(
+        self, network: nn.Module, loss: BatchLoss, steps: int, training: Training, budget: NetworkBudget | None = None
+    ) -> None:
+        self.network, self.budget, self._loss = network, budget, loss
+        gates = set[nn.Parameter]()
+        if budget is not None:
+            budget.start(steps, 0, network.parameters())
+            gates.update(budget.gates.parameters())
+        self._weights = [p for p in network.parameters() if p not in gates]
+        self.optimiser = _optimiser(self._weights, training)
+        make = training.make_schedule or (_falling_late if budget is None else None)
+        self.schedule = None if make is None else make(self.optimiser, steps)
 
     def step(self, group: Sequence[object]) -> Tensor:
-        """Take a step of the optimiser on some batches; the mean loss, without a graph."""
+        """Take a step on some batches; the mean loss, or NaN where a gradient of the gates is not finite."""
         self.network.train()
         self.optimiser.zero_grad()
         total = torch.zeros(())
         for batch in group:
-            loss = self.loss_of(batch) / len(group)
+            loss = self._loss(self.network, batch) / len(group)
             loss.backward()
             total = total.to(loss.device) + loss.detach()
-        self.update()
+        locations = [] if self.budget is None else self.budget.gates.locations()
+        average_gradients([*self._weights, *locations])  # together, as not every process need have used the gates
+        for location in locations:
+            if location.grad is not None:  # the budget takes NaN as 0
+                total = total + 0 * location.grad.sum()
+        self.optimiser.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        if self.budget is not None:
+            self.budget.step()
         return total
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        return {name: part.state_dict() for name, part in self.parts().items()}
+        schedule = None if self.schedule is None else self.schedule.state_dict()
+        own = {"network": self.network.state_dict(), "optimiser": self.optimiser.state_dict(), "schedule": schedule}
+        return own if self.budget is None else self.budget.state_dict() | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        for name, part in self.parts().items():
-            part.load_state_dict(state[name])
-
-
-class GatedPhase(Phase):
-    """A network with L0Gates under a budget, and the optimisers; gates are drawn for each batch.
-
-    The weights are trained by Adam at a constant rate if nothing else is given.
-    """
-
-    def __init__(
-        self, network: nn.Module, loss: BatchLoss, budget: NetworkBudget, steps: int, training: Training
-    ) -> None:
-        super().__init__(network, loss)
-        self.budget = budget
-        budget.start(steps, 0, network.parameters())
-        gates = set(budget.gates.parameters())
-        self._weights = [p for p in network.parameters() if p not in gates]
-        self.optimiser = _optimiser(self._weights, training)
-        make = training.make_schedule
-        self.schedule = None if make is None else make(self.optimiser, steps)
-
-    @property
-    def target(self) -> SparsityTarget:
-        """The budget's target, which has begun."""
-        assert self.budget.target is not None
-        return self.budget.target
-
-    def step(self, group: Sequence[object]) -> Tensor:
-        """The step of any phase; the loss is NaN, too, where a gradient of the gates is not finite."""
-        return super().step(group) + self._zero
-
-    def update(self) -> None:
-        """Move weights and gates, and then the target's multiplier."""
-        locations = self.budget.gates.locations()
-        average_gradients([*self._weights, *locations])  # together, as not every process need have used the gates
-        gradients = [x.grad.flatten() for x in locations if x.grad is not None]
-        self._zero = 0 * torch.cat(gradients).sum() if gradients else torch.zeros(())  # the budget takes NaN as 0
-        self.optimiser.step()
+        self.network.load_state_dict(state["network"])
+        self.optimiser.load_state_dict(state["optimiser"])
         if self.schedule is not None:
-            self.schedule.step()
-        self.budget.step()
-
-    def diagnose(self, loader: Iterable[object]) -> Diagnosis:
-        """What is wrong with the gates; nothing is changed, random numbers included."""
-        return diagnose(
-            self.budget.gates,
-            [self.optimiser, self.budget.optimiser],
-            loss=self.loss_of,
-            batches=([batch] for batch in loader),
-            target=self.target,
-        )
-
-
-class FineTuning(Phase):
-    """A compacted network that is trained further, without gates, for so many steps.
-
-    By Adam if nothing else is given, at a constant rate that falls to 0 by a cosine over the last half of the steps.
-    """
-
-    def __init__(self, network: nn.Module, loss: BatchLoss, steps: int, training: Training) -> None:
-        super().__init__(network, loss)
-        self.optimiser = _optimiser(network.parameters(), training)
-        self.schedule = (training.make_schedule or _falling_late)(self.optimiser, steps)
-
-    def update(self) -> None:
-        """Move the weights."""
-        average_gradients(self.network.parameters())
-        self.optimiser.step()
-        self.schedule.step()
+            self.schedule.load_state_dict(state["schedule"])
+        if self.budget is not None:
+            self.budget.load_state_dict(state)
 
 
 def _optimiser(trained: Iterable[nn.Parameter], training: Training) -> Optimizer:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.callbacks.budget import Budgets
+from pyro_l0.callbacks.budget import named_costs
 from pyro_l0.compaction.certificate import refuse_another
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.infer.control.budget import Cost, read_budgets
+from pyro_l0.infer.control.budget import Budget, Budgets, Cost
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.calls import record_example, refuse_computed, refuse_idle, refuse_wrapped
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step, put_gates
-from pyro_l0.pruning.latency import Latency, measure_latency
+from pyro_l0.pruning.latency import measure_latency
 from pyro_l0.pruning.phases import BatchLoss, LossFunction, Training, held_norms, trained_modules
 from pyro_l0.pruning.result import Note, Pruned, PruningReport, largest_unit, notes_on, notes_on_latency
 from pyro_l0.pruning.run import Cut, Run
@@ -131,10 +132,31 @@ def prune(
     loss, batch = BatchLoss(loss_fn, device, training.autocast), next(some_batches(batches))
 
     # Insert the gates: as many as the costs need to get well below the budget.
-    costs = _Costs(budget, cost, example, training)
+    own = cost if isinstance(cost, Mapping) else {}
+    is_timed = "latency" in (budget if isinstance(budget, Mapping) else [cost]) and "latency" not in own
+    path = training.checkpoint if is_timed and training.resume else None
+    measured = None if path is None else saved_entry(path, "latency")
+    latency_of = cache(lambda gated: measure_latency(gated, example, measured) if is_timed else None)
+
+    def suffices(gated: nn.Module, fraction: float) -> bool:
+        counts = NetworkCost(gated, example)
+        if measured is not None:
+            return bool(sum(counts.sizes.values()) == measured["gates"])  # as the run chose
+        if callable(cost) or not counts.sizes:
+            return True
+        like = {site: torch.ones(size) for site, size in counts.sizes.items()}
+
+        def fits(latency: Cost | None, part: float) -> bool:
+            return Budget(budget, named_costs(budget, cost, counts, latency), like).is_within(part)
+
+        # What is too large by its multiply-adds is not timed.
+        return fits(counts.macs if is_timed else None, fraction) and (
+            not is_timed or fits(latency_of(gated), max(fraction, _TIMED_FRACTION))
+        )
+
     dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
     trained = trained_modules(dense, loss, batch)  # before what takes longer
-    gated = put_gates(given, example, gates, costs.suffice)
+    gated = put_gates(given, example, gates, suffices)
     at_home = tree_map_only(Tensor, lambda x: x.to(home), calls_of(example))
     gated.network.to(home)
     in_first(lambda: refuse_another(network, gated.network, at_home, None))  # whose network all processes train
@@ -143,13 +165,13 @@ def prune(
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
 
     # Make the costs of the gates, and their limits.
-    counts, latency = NetworkCost(gated.network, example), costs.latency(gated.network)
+    counts, latency = NetworkCost(gated.network, example), latency_of(gated.network)
     in_step = {} if multiple_of is None else gates_in_step(gated.network, example, multiple_of)
     run = Run(
         gated=gated,
         example=example,
         budget=budget,
-        costs=costs.of(counts, latency),
+        costs=named_costs(budget, cost, counts, latency),
         latency=latency,
         counts=counts,
         least=gates_at_least(gated.network, at_least or {}),
@@ -172,7 +194,7 @@ def prune(
             file.load(run.load_state_dict, device)
         for entry in train_epochs(run, file):
             if training.progress and rank() == 0:
-                _print(entry, "compacted" if run.tuning else "with gates")
+                _print(entry, "with gates" if run.tuned < 0 else "compacted")
             for callback in training.callbacks:
                 callback(entry)
         run.finish()
@@ -198,66 +220,6 @@ def _check(
         raise ValueError("Expected a network that was trained before to distil from, but pretrained is False.")
     refuse_wrapped(network)
     refuse_computed(network)
-
-
-@dataclass
-class _Costs:
-    """The costs of networks with gates, by the names of their budgets. A network's latency is measured once."""
-
-    budget: Budgets
-    cost: Counted | Cost | Mapping[str, Cost]
-    example: Example
-    training: Training
-    latencies: dict[nn.Module, Latency] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        named = self.budget if isinstance(self.budget, Mapping) else [self.cost]
-        self._is_timed = "latency" in named and not (isinstance(self.cost, Mapping) and "latency" in self.cost)
-        file = self.training.checkpoint if self._is_timed and self.training.resume else None
-        self._measured = None if file is None else saved_entry(file, "latency")
-
-    def suffice(self, network: nn.Module, fraction: float) -> bool:
-        """Whether a network with one open gate per site takes no more than a part of its budget."""
-        counts = NetworkCost(network, self.example)
-        if self._measured is not None:
-            return bool(sum(counts.sizes.values()) == self._measured["gates"])  # as the run chose
-        if callable(self.cost):
-            return True
-        is_small = self._is_within(counts, counts.macs, fraction)
-        if not is_small or not self._is_timed:
-            return is_small
-        return self._is_within(counts, self.latency(network), max(fraction, _TIMED_FRACTION))
-
-    def _is_within(self, counts: NetworkCost, latency: Cost | None, fraction: float) -> bool:
-        costs = self.of(counts, latency)
-        given = costs if isinstance(self.budget, Mapping) else costs["cost"]
-        budgets, _, _ = read_budgets(self.budget, given)
-        least = {site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}
-        full = {site: torch.ones(size) for site, size in counts.sizes.items()}
-        return all(
-            float(costs[name](least)) <= fraction * part * float(costs[name](full)) for name, part in budgets.items()
-        )
-
-    def latency(self, network: nn.Module) -> Latency | None:
-        """The latency where it is a cost."""
-        if self._is_timed and network not in self.latencies:
-            self.latencies[network] = measure_latency(network, self.example, self._measured)
-        return self.latencies.get(network)
-
-    def of(self, counts: NetworkCost, latency: Cost | None) -> dict[str, Cost]:
-        """The costs by the names of the budgets."""
-        known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters}
-        known |= {} if latency is None else {"latency": latency}
-        known |= self.cost if isinstance(self.cost, Mapping) else {}
-        if callable(self.cost):
-            return {"cost": self.cost}
-        named = {x: x for x in self.budget} if isinstance(self.budget, Mapping) else {"cost": str(self.cost)}
-        if not named or not known.keys() >= {*named.values()}:
-            raise ValueError(
-                f"Expected costs by name, of {', '.join(known)}, but got {[*named.values()]}; give costs of "
-                "your own in cost={name: cost}."
-            )
-        return {key: known[name] for key, name in named.items()}
 
 
 def _print(entry: Mapping[str, Any], phase: str) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.callbacks.budget import Budgets, NetworkBudget
+from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.infer.control.budget import BudgetTooSmallError, Cost
+from pyro_l0.diagnostics import diagnose
+from pyro_l0.infer import SparsityTarget
+from pyro_l0.infer.control.budget import Budgets, BudgetTooSmallError, Cost
 from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import Example
@@ -26,9 +28,8 @@ from pyro_l0.pruning.latency import Latency
 from pyro_l0.pruning.phases import (
     BatchLoss,
     Distillation,
-    FineTuning,
-    GatedPhase,
     Loader,
+    Phase,
     Training,
     groups,
     renew_statistics,
@@ -78,7 +79,6 @@ class Run:
     step: int = 0
     epoch: int = 0
     tuned: int = -1  # which cut is being trained further
-    tuning: FineTuning | None = None
     findings: list[str] = field(default_factory=list)  # on the gates, when they were done
     looks_untrained: bool = False  # though it was said to be trained
     dense_error: float | None = None  # of the network as it was given
@@ -87,22 +87,28 @@ class Run:
         """Make the phase with gates, and look at the network as it was given, with a batch."""
         if self.training.distil is not None:
             self.loss.teach(Distillation(dense.eval(), *self.training.distil), batch)
-        budget = NetworkBudget(
+        self.control = NetworkBudget(
             self.gated.network,
             self.example,
             self.budget,
-            self.costs if isinstance(self.budget, Mapping) else self.costs["cost"],
+            self.costs,
             pretrained=self.pretrained,
             at_least=self.least,
             multiple_of=self.in_step,
             on_budget=self.on_budget,
         )
         try:
-            self.phase = GatedPhase(self.gated.network, self.loss, budget, self.gated_steps, self.training)
+            self.phase = Phase(self.gated.network, self.loss, self.gated_steps, self.training, self.control)
         except BudgetTooSmallError as error:
             raise ValueError(f"{error}{self.gated.reasons}") from error
         self.looks_untrained = self.pretrained and looks_untrained(dense, self.loss, batch)
         self.dense_error = self.error(dense)
+
+    @property
+    def target(self) -> SparsityTarget:
+        """What moves the gates."""
+        assert self.control.target is not None
+        return self.control.target
 
     @property
     def budgets(self) -> int:
@@ -114,7 +120,7 @@ class Run:
         average_buffers(self.gated.network)
         state = {name: value.detach().clone() for name, value in self.gated.network.state_dict().items()}
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
-        report = self.phase.target.report()
+        report = self.target.report()
         if len(report.budget) == 1:  # which may be an intermediate one
             report = replace(report, budget=dict.fromkeys(report.budget, budget))
         self.cuts.append(Cut(budget, gates, state, report))
@@ -134,26 +140,25 @@ class Run:
         if self.step == self._ends[self.tuned + 1]:
             self._cut_next()
         until = next(end for end in self._ends if end > self.step)
-        phase = self.phase if self.tuning is None else self.tuning
         # A phase begins with an iterator of its own: what goes on between two may pass over the loader, too.
         total, taken = torch.zeros((), device=self.loss.device), 0
         for group in groups(self.loader, self.training.accumulate, self.epoch):
             self.step += 1
-            total = total + phase.step(group)
+            total = total + self.phase.step(group)
             taken += 1
             if self.step == until:
                 break
         if not taken:
             raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
         self.epoch += 1
-        average_buffers(phase.network)  # of which a file keeps those of one process
+        average_buffers(self.phase.network)  # of which a file keeps those of one process
         mean = float(total) / taken
-        check_finite(self.epoch, mean, phase.network)
+        check_finite(self.epoch, mean, self.phase.network)
         entry = {"epoch": float(self.epoch), "step": float(self.step), "loss": mean}
-        if self.tuning is None:
-            return {**entry, "fraction": float(self.phase.target.fraction()[0])}
+        if self.tuned < 0:
+            return {**entry, "fraction": float(self.target.fraction()[0])}
         entry["fraction"] = float(next(iter(self.cuts[self.tuned].report.fraction.values())))
-        error = self.error(self.tuning.network)
+        error = self.error(self.phase.network)
         return entry if error is None else {**entry, "error": error}
 
     def finish(self) -> None:
@@ -164,7 +169,13 @@ class Run:
     def _cut_next(self) -> None:
         """Take the units out of the network at the next budget, and make ready to train it further."""
         if self.tuned < 0 and self.gated_steps + self.further_steps >= FEW_STEPS:
-            found = self.phase.diagnose(some_batches(self.loader)).findings
+            found = diagnose(
+                self.control.gates,
+                [self.phase.optimiser, self.control.optimiser],
+                loss=partial(self.loss, self.phase.network),
+                batches=([batch] for batch in some_batches(self.loader)),
+                target=self.target,
+            ).findings
             self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code != _AS_WANTED]
         self.tuned += 1
         cut = self.cuts[self.tuned]
@@ -175,7 +186,7 @@ class Run:
 
     def _tune(self, network: nn.Module) -> None:
         if self.further_steps:
-            self.tuning = FineTuning(network, self.loss, self.further_steps, self.training)
+            self.phase = Phase(network, self.loss, self.further_steps, self.training)
 
     def _compact(self, cut: Cut) -> Compacted:
         network = copied(self.gated.network)
@@ -215,7 +226,7 @@ class Run:
             "autocast": str(self.training.autocast),
             "optimiser": type(optimiser).__name__,
             "schedule": type(self.phase.schedule).__name__,
-            "gates": {site: _kind(gate) for site, gate in self.phase.budget.gates.sites.items()},
+            "gates": {site: _kind(gate) for site, gate in self.control.gates.sites.items()},
             "loss": named(self.loss.function),
             "distil": taught and [taught.weight, named(taught.by) if callable(taught.by) else taught.by],
             "optimiser's numbers": numbers(options),
@@ -234,14 +245,12 @@ class Run:
             }
             for cut in self.cuts
         ]
-        return {
+        return self.phase.state_dict() | {
             "step": self.step,
             "epoch": self.epoch,
             "tuned": self.tuned,
             "findings": self.findings,
             "history": self.history,
-            "phase": self.phase.state_dict(),
-            "tuning": None if self.tuning is None else self.tuning.state_dict(),
             "cuts": cuts,
             "latency": None if self.latency is None else self.latency.measured,
         }
@@ -250,7 +259,6 @@ class Run:
         """Go on from :meth:`state_dict`."""
         self.step, self.epoch, self.tuned = state["step"], state["epoch"], state["tuned"]
         self.history, self.findings = list(state["history"]), list(state["findings"])
-        self.phase.load_state_dict(state["phase"])
         self.cuts = []
         for saved in state["cuts"]:
             gates = {site: gate.to(self.loss.device) for site, gate in saved["gates"].items()}
@@ -259,11 +267,9 @@ class Run:
             if saved["network"] is not None:
                 self._compact(cut).network.load_state_dict(saved["network"])
             self.cuts.append(cut)
-        compacted = self.cuts[self.tuned].compacted if self.tuned >= 0 else None
-        if state["tuning"] is not None and compacted is not None:
+        if self.tuned >= 0 and (compacted := self.cuts[self.tuned].compacted) is not None:
             self._tune(compacted.network)
-            assert self.tuning is not None
-            self.tuning.load_state_dict(state["tuning"])
+        self.phase.load_state_dict(state)
 
 
 def _sites_left(gated: nn.Module, compacted: nn.Module) -> set[str]:

@@ -136,7 +136,7 @@ def set_random_state(state: Mapping[str, Any], loader: Iterable[object], device:
         generator.set_state(own)
 
 
-_FORMAT = 3
+_FORMAT = 4
 _SHORT = 40  # characters of a value that a message shows
 # Between two files of a run pass at least so many times the seconds that the last one took. What epochs cost beside
 # their training is then a small part of it, however short they are, however slow the disk and long the history.

@@ -16,7 +16,7 @@ from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
 from pyro_l0.pruning.insertion_points import put_gates
-from pyro_l0.pruning.phases import BatchLoss, FineTuning
+from pyro_l0.pruning.phases import BatchLoss, Phase
 from tests.pruning.networks import Mlp, X, Y, prune_with, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -57,7 +57,7 @@ def test_accumulated_gradients_of_the_cut_network_are_those_of_the_big_batch():
     loss = BatchLoss(F.cross_entropy, torch.device("cpu"), None)
     images, classes = X.double(), Y
     training = Training(make_optimiser=lambda parameters: torch.optim.SGD(parameters, 0.5))
-    whole, parts = (FineTuning(net, loss, 10, training) for net in networks)
+    whole, parts = (Phase(net, loss, 10, training) for net in networks)
     for _ in range(3):
         one = whole.step([(images, classes)])
         other = parts.step([(images[i : i + 80], classes[i : i + 80]) for i in range(0, 320, 80)])
@@ -75,7 +75,7 @@ def test_accumulation_takes_fewer_steps():
 
 def test_the_rate_after_the_cut():
     """Constant over half of the steps, and to 0 by a cosine over the others."""
-    tuning = FineTuning(nn.Linear(2, 2), BatchLoss(F.mse_loss, torch.device("cpu"), None), 40, Training())
+    tuning = Phase(nn.Linear(2, 2), BatchLoss(F.mse_loss, torch.device("cpu"), None), 40, Training())
     rates = []
     for _ in range(40):
         rates.append(1000 * tuning.optimiser.param_groups[0]["lr"])

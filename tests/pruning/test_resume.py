@@ -61,6 +61,12 @@ def test_in_each_phase(tmp_path, stop, options):
     assert all(one.report.target.of_budget <= 1 for one in whole.on_the_way)
 
 
+def test_with_several_budgets_at_once(tmp_path):
+    """While the gates move, each with its own multiplier."""
+    whole = check_resumed(tmp_path, 3, budget={"macs": 0.5, "parameters": 0.4})
+    assert set(whole.report.target.budget) == {"macs", "parameters"}
+
+
 @pytest.mark.slow
 def test_with_batch_norm_and_a_user_s_optimiser(tmp_path):
     """And a function for the error that draws random numbers of its own."""

@@ -39,7 +39,7 @@ def stopped(tmp_path):
 def flip_in_weights(path):
     """Flip a bit of a weight, which torch reads without a word."""
     content = path.read_bytes()
-    weight = torch.load(path, weights_only=True)["state"]["phase"]["network"]["0.weight"].numpy().tobytes()
+    weight = torch.load(path, weights_only=True)["state"]["network"]["0.weight"].numpy().tobytes()
     position = content.index(weight) + 3
     path.write_bytes(content[:position] + bytes([content[position] ^ 0x40]) + content[position + 1 :])
 
@@ -54,6 +54,20 @@ def test_the_file_before_it_is_offered(stopped):
     assert str(refusal.value).startswith(f"Expected the whole checkpoint of a run at '{stopped}'")
     previous.replace(stopped)
     assert same(run(stopped, resume=True).network, whole.network)
+
+
+@pytest.mark.parametrize("epoch", [2, 6])
+def test_the_state_is_one_dict(tmp_path, epoch):
+    """Of the gates' controller there is nothing any more when they are cut; the steps of both are one number."""
+    path = tmp_path / "run.pt"
+    with pytest.raises(StoppedError):
+        run(path, stop=epoch)
+    state = torch.load(path, weights_only=True)["state"]
+    control = {"steps", "locations", "gate_optimiser", "integral", "of_loss", "of_penalty", "coefficients"}
+    phase = {"network", "optimiser", "schedule"}
+    run_s = {"step", "epoch", "tuned", "findings", "history", "cuts", "latency"}
+    assert state.keys() == run_s | phase | (control if epoch == 2 else set())
+    assert state["step"] == 3 * state["epoch"] == 3 * (epoch - 1)
 
 
 def weigh(outputs, targets, weight):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from pyro_l0.distributions.gate import check_rate
 from pyro_l0.expect import expect, expect_count
 
-__all__ = ["Budget", "BudgetTooSmallError", "Cost", "gates_within", "read_budgets"]
+__all__ = ["Budget", "BudgetTooSmallError", "Budgets", "Cost", "gates_within"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
+Budgets = float | Sequence[float] | Mapping[str, float]
 _Chunk = tuple[int, ...]  # gates of a site that close and open as one; mostly a single gate
 _MINIMUM = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
 _ROUNDING = 1e-6
@@ -24,54 +25,45 @@ _BEFORE = 1e-3  # between positions
 _FIRST = 1e6  # added to the position of a gate that closes after all others
 
 
-def read_budgets(
-    budget: float | Sequence[float] | Mapping[str, float], cost: Cost | Mapping[str, Cost] | None
-) -> tuple[dict[str, float], dict[str, Cost | None], list[float]]:
-    """What a user gave: final budgets by name, their costs (None: a site's open gates), and intermediate budgets."""
-    falling: list[float] = []
-    costs: object = cost
-    if isinstance(budget, Mapping):
-        final = dict(budget)
-        costs = dict.fromkeys(budget) if cost is None else cost
-    else:
-        falling = list(budget) if isinstance(budget, Sequence) else [budget]
-        if not falling or any(b >= a for a, b in itertools.pairwise(falling)):
-            raise ValueError(f"Expected budgets that fall from one to the next, but got {falling}.")
-        final = {"cost": falling[-1]}
-        costs = {"cost": cost} if callable(cost) else cost
-    for name, value in final.items() if isinstance(budget, Mapping) else ():
-        check_rate(f"budget[{name!r}]", value, "a target")
-    for value in falling:
-        check_rate("budget", value, "a target")
-    if not isinstance(costs, Mapping) or costs.keys() != final.keys():
-        given = sorted(costs) if isinstance(costs, Mapping) else "one without a name" if cost else "none"
-        raise ValueError(
-            f"Expected one cost with one budget for the network, or a cost for each of several, but got budgets of "
-            f"{sorted(final)} and costs {given}."
-        )
-    return final, dict(costs), falling[:-1]
-
-
 class BudgetTooSmallError(ValueError):
     """The smallest network, of one open gate per site, costs more than its budget."""
 
 
 class Budget:
-    """Costs as fractions of the full network's, with their final limits.
+    """Costs as fractions of the full network's, with their limits.
 
-    A cost of None counts the open gates of the site of its name. ``minimums`` says how many gates of each site stay
-    open before others close, and ``least`` how many never close: those of ``at_least``, and one of several. Of the
-    sites in ``multiple_of`` as many gates are open as a multiple of the number there, or all.
+    A cost of None counts the open gates of the site of its name. ``least`` says how many gates of each site never
+    close: those of ``at_least``, and one of several. Of the sites in ``multiple_of`` as many gates are open as a
+    multiple of the number there, or all.
+
+    Args:
+        budget: largest fraction of the cost, or several that fall; or one of each of several costs, by name.
+        cost: the cost, or several by the names of their budgets; None for the open gates of the sites by whose names
+            budgets are given.
+        like: all gates by site, whose values do not matter.
+        at_least: by site, how many of its gates never close.
+        multiple_of: by site, of what number the open gates are a multiple.
+
+    Attributes:
+        names: of the costs; ``"cost"`` of a single one.
+        final: the limits, shape ``(k,)``.
+        intermediate: the limits on the way to a single one.
+        total: costs of the full network, shape ``(k,)``.
+        smallest: costs of the smallest network over those of the full one, shape ``(k,)``.
+
+    Raises:
+        ValueError: a budget is outside (0, 1), or has no cost of its name; budgets do not fall; a site is unknown.
     """
 
     def __init__(
         self,
-        costs: Mapping[str, Cost | None],
-        limits: Mapping[str, float],
+        budget: Budgets,
+        cost: Cost | Mapping[str, Cost] | None,
         like: Mapping[str, Tensor],
         at_least: Mapping[str, int] | None = None,
         multiple_of: Mapping[str, int] | None = None,
     ) -> None:
+        limits, costs, self.intermediate = _read(budget, cost)
         self.sizes = {site: gate.numel() for site, gate in like.items()}
         at_least = _by_site("at_least", at_least, 0, self.sizes)
         self.steps = dict.fromkeys(like, 1) | _by_site("multiple_of", multiple_of, 1, self.sizes)
@@ -86,7 +78,8 @@ class Budget:
         for name, total in zip(self.names, self.total.tolist(), strict=True):
             if not total > 0:
                 raise ValueError(f"Expected a cost above 0 with all gates open, but {name!r} is {total}.")
-        self.minimums = self._minimums(like)
+        self._like = like
+        self.smallest = self._at_rate(0.0)
 
     def _whole(self, site: str, number: int) -> int:
         """The next number of open gates that a site may have."""
@@ -95,6 +88,7 @@ class Budget:
     def to(self, device: torch.device) -> None:
         """Follow the gates to another device."""
         self.final, self.total = self.final.to(device), self.total.to(device)
+        self._like = {site: gate.to(device) for site, gate in self._like.items()}
 
     def fraction(self, gates: Mapping[str, Tensor]) -> Tensor:
         """Costs over those of the full network, shape ``(k,)``, of P(z != 0) or of 0 and 1 by site."""
@@ -110,35 +104,67 @@ class Budget:
             ]
         return torch.stack([torch.cat([x.flatten() for x in row]) for row in rows])
 
-    def _minimums(self, like: Mapping[str, Tensor]) -> dict[str, int]:
-        """How many gates of each site are kept before others."""
-        sizes = self.sizes
+    def _at_rate(self, rate: float) -> Tensor:
+        """Costs with such a rate of open gates at every site, as fractions; shape ``(k,)``."""
+        # A single gate switches a whole branch, which may go.
+        numbers = {site: max(self.least[site], round(rate * n)) for site, n in self.sizes.items()}
+        return self.fraction({site: _first(self._like[site], n) for site, n in numbers.items()})
 
-        def cost(rate: float) -> Tensor:
-            # A single gate switches a whole branch, which may go.
-            numbers = {site: max(self.least[site], round(rate * n)) for site, n in sizes.items()}
-            return self.fraction({site: _first(like[site], n) for site, n in numbers.items()})
+    def is_within(self, fraction: float = 1.0) -> bool:
+        """Whether the smallest network takes no more than a part of the budget."""
+        return bool((self.smallest <= fraction * self.final * (1 + _ROUNDING)).all())
 
-        smallest = cost(0.0)
-        if bool((smallest > self.final * (1 + _ROUNDING)).any()):
-            needed = {name: round(x, 4) for name, x in zip(self.names, smallest.tolist(), strict=True)}
-            given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
-            is_plain = max(self.least.values()) <= 1
-            smallest_is = "one open gate per site" if is_plain else "the gates that at_least and multiple_of keep open"
-            raise BudgetTooSmallError(
-                f"Expected a budget that {smallest_is} meet, which cost {needed} of the full network, but got {given}. "
-                "Give a larger budget, or gates for more of the network."
-            )
-        found = dict.fromkeys(sizes, 0.0)
+    def check(self) -> None:
+        """Raise a BudgetTooSmallError if even the smallest network does not meet the budget."""
+        if self.is_within():
+            return
+        needed = {name: round(x, 4) for name, x in zip(self.names, self.smallest.tolist(), strict=True)}
+        given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
+        is_plain = max(self.least.values()) <= 1
+        smallest_is = "one open gate per site" if is_plain else "the gates that at_least and multiple_of keep open"
+        raise BudgetTooSmallError(
+            f"Expected a budget that {smallest_is} meet, which cost {needed} of the full network, but got {given}. "
+            "Give a larger budget, or gates for more of the network."
+        )
+
+    @cached_property
+    def minimums(self) -> dict[str, int]:
+        """How many gates of each site stay open before others close."""
+        found = dict.fromkeys(self.sizes, 0.0)
         for k, site in enumerate(self.sites):
             low, high = 0.0, 1.0
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2
-                low, high = (middle, high) if bool(cost(middle)[k] <= self.final[k]) else (low, middle)
-            for name in sizes if site is None else [site]:
+                low, high = (middle, high) if bool(self._at_rate(middle)[k] <= self.final[k]) else (low, middle)
+            for name in self.sizes if site is None else [site]:
                 found[name] = min(low, found[name]) if found[name] else low
-        wanted = {site: round(_MINIMUM * found[site] * n) if n > 1 else 0 for site, n in sizes.items()}
+        wanted = {site: round(_MINIMUM * found[site] * n) if n > 1 else 0 for site, n in self.sizes.items()}
         return {site: max(self.least[site], n // self.steps[site] * self.steps[site]) for site, n in wanted.items()}
+
+
+def _read(
+    budget: Budgets, cost: Cost | Mapping[str, Cost] | None
+) -> tuple[dict[str, float], Mapping[str, Cost | None], list[float]]:
+    """Final limits by name, their costs, and intermediate limits."""
+    costs: object = cost
+    if isinstance(budget, Mapping):
+        final, falling = dict(budget), list[float]()
+        costs = dict.fromkeys(budget) if cost is None else cost
+    else:
+        falling = list(budget) if isinstance(budget, Sequence) else [budget]
+        if not falling or any(b >= a for a, b in itertools.pairwise(falling)):
+            raise ValueError(f"Expected budgets that fall from one to the next, but got {falling}.")
+        final = {"cost": falling[-1]}
+        costs = {"cost": cost} if callable(cost) else cost
+    for name, value in final.items() if isinstance(budget, Mapping) else (("", x) for x in falling):
+        check_rate(f"budget[{name!r}]" if name else "budget", value, "a target")
+    if not isinstance(costs, Mapping) or costs.keys() != final.keys():
+        given = sorted(costs) if isinstance(costs, Mapping) else "one without a name" if cost else "none"
+        raise ValueError(
+            f"Expected one cost with one budget for the network, or a cost for each of several, but got budgets of "
+            f"{sorted(final)} and costs {given}."
+        )
+    return final, costs, falling[:-1]
 
 
 def gates_within(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.infer.control.budget import Budget, Cost, gates_within, read_budgets
+from pyro_l0.infer.control.budget import Budget, Budgets, Cost, gates_within
 from pyro_l0.infer.guides.parameters import GateGuide, check_guide
 
 
@@ -250,18 +250,8 @@ _FIRST, _MOST_AT_ONCE = -5.0, 3.0  # for gates of each example: that logarithm a
 _HARDENING = 10.0  # of the logarithm of positions in the last steps: what stands at OPENED or further stays on its side
 
 
-class TargetState(TypedDict):
-    """What a resumed run needs of a target."""
-
-    step: int
-    integral: Tensor
-    of_loss: Tensor
-    of_penalty: Tensor
-    prices: NotRequired[Tensor | None]  # the penalty coefficients, by the name that checkpoints have
-
-
-class _Multiplier:
-    """A multiplier of each constraint: at the scale of the loss, times e to the integral of the violations."""
+class Controller:
+    """What moves gates to a budget: multipliers at the loss's scale, times e to the integral of the violations."""
 
     def __init__(self, integral: Tensor, fall: int) -> None:
         self.step = 0
@@ -294,7 +284,7 @@ class _Multiplier:
         for name in ("_integral", "_of_loss", "_of_penalty"):
             setattr(self, name, getattr(self, name).to(device))
 
-    def state_dict(self) -> TargetState:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, beside the state of the gates."""
         return {
             "step": self.step,
@@ -303,7 +293,7 @@ class _Multiplier:
             "of_penalty": self._of_penalty.clone(),
         }
 
-    def load_state_dict(self, state: TargetState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
         if state["integral"].shape != self._integral.shape:
             raise ValueError(
@@ -315,7 +305,7 @@ class _Multiplier:
         )
 
 
-class SparsityTarget(_Multiplier):
+class SparsityTarget(Controller):
     r"""Keeps a network within a budget of multiply-adds, weights, parameters or another cost while it trains.
 
     The number of steps, the number of gates and the budget determine everything else. All gates start open. In every
@@ -402,7 +392,7 @@ class SparsityTarget(_Multiplier):
     def __init__(
         self,
         guide: GateGuide,
-        budget: float | Sequence[float] | Mapping[str, float],
+        budget: Budgets,
         cost: Cost | Mapping[str, Cost] | None = None,
         *,
         steps: int,
@@ -415,10 +405,10 @@ class SparsityTarget(_Multiplier):
         expect(bool, "True or False", pretrained=pretrained)
         self.guide = guide
         gates = guide.test_gates()
-        budgets, costs, self._intermediate = read_budgets(budget, cost)
         self._schedule = BudgetSchedule(steps, pretrained)
         self.steps, self.start, self.reached = steps, self._schedule.start, self._schedule.reached
-        self._budget = Budget(costs, budgets, gates, at_least, multiple_of)
+        self._budget = Budget(budget, cost, gates, at_least, multiple_of)
+        self._budget.check()
         # At the loss's scale for gates that can go just far enough; the further they can go, the weaker a penalty does.
         integral = torch.full_like(self._budget.final, -math.log(self._schedule.distance / LEAST_DISTANCE))
         super().__init__(integral, self.reached - self.start)
@@ -568,7 +558,7 @@ class SparsityTarget(_Multiplier):
         before = 1.0
         if self.step > self.start + interval:
             before = float(schedule.budget(self.step - interval, self.budget)[0])
-        for intermediate in self._intermediate:
+        for intermediate in self._budget.intermediate:
             if float(budget[0]) <= intermediate < before:
                 self._correct(torch.full_like(self.budget, intermediate))
                 if self._on_budget is not None:
@@ -621,20 +611,20 @@ class SparsityTarget(_Multiplier):
         self._move(like.device)
         self._coefficients = None
 
-    def state_dict(self) -> TargetState:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, beside the guide's state."""
-        return {**super().state_dict(), "prices": self._coefficients}
+        return {**super().state_dict(), "coefficients": self._coefficients}
 
-    def load_state_dict(self, state: TargetState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
         super().load_state_dict(state)
         self._coefficients = None
         self._before = [] if self.step <= self.start else None
-        if (prices := state.get("prices")) is not None:
-            self._put_coefficients(prices.to(self._integral))
+        if (coefficients := state["coefficients"]) is not None:
+            self._put_coefficients(coefficients.to(self._integral))
 
 
-class ActiveTarget(_Multiplier):
+class ActiveTarget(Controller):
     r"""Keeps the gates that a network computes for each example to a number of active ones while it trains.
 
     For n gates of each of B examples the penalty of :class:`SparsityTarget` is

@@ -50,7 +50,7 @@ ALL, NONE = [1] * 10, [0] * 10
 def test_a_correction_closes_the_lowest_and_opens_the_highest(limit, positions, is_open, minimums, expected):
     """As few as it takes; then what still fits. The first four gates cost four each, the others one: 22 in all."""
     gates = {"a": torch.ones(4), "b": torch.ones(6)}
-    budget = Budget({"cost": lambda z: 4 * z["a"].sum() + z["b"].sum()}, {"cost": 0.9}, gates)
+    budget = Budget(0.9, lambda z: 4 * z["a"].sum() + z["b"].sum(), gates)
     budget.minimums = dict(zip("ab", minimums, strict=True))
     coefficients = budget.coefficients({site: torch.full_like(gate, 0.8) for site, gate in gates.items()})
     shapes = {site: gate.shape for site, gate in gates.items()}
@@ -70,7 +70,7 @@ def test_a_correction_is_within_its_limits_and_wastes_nothing(seed):
 
     costs = {"one": lambda z: sums(z)[0] * sums(z)[1], "other": lambda z: sums(z)[0] + 3 * sums(z)[1]}
     gates = {"a": torch.ones(5), "b": torch.ones(7)}
-    budget = Budget(costs, {"one": 0.2, "other": 0.5}, gates)
+    budget = Budget({"one": 0.2, "other": 0.5}, costs, gates)
     coefficients = budget.coefficients({site: torch.rand_like(gate) for site, gate in gates.items()})
     positions, limits = torch.randn(12), torch.tensor([0.2, 0.5])
     shapes = {site: gate.shape for site, gate in gates.items()}
@@ -97,7 +97,7 @@ def test_a_search_from_any_guess(first, guess):
 def test_minimums():
     """Three quarters of what an equal rate of open gates leaves; at least one of several, none of one alone."""
     gates = {"a": torch.ones(100), "b": torch.ones(10), "one": torch.ones(1)}
-    budget = Budget({"cost": lambda z: (z["a"].sum() + 1) * z["b"].sum() + z["one"].sum()}, {"cost": 0.25}, gates)
+    budget = Budget(0.25, lambda z: (z["a"].sum() + 1) * z["b"].sum() + z["one"].sum(), gates)
     assert budget.minimums == {"a": 37, "b": 4, "one": 0}
 
 
@@ -107,8 +107,11 @@ def test_multiples_and_gates_that_never_close(seed):
     torch.manual_seed(seed)
     sizes, steps = {"a": 21, "b": 8, "c": 5}, {"a": 4, "b": 1, "c": 8}
     gates = {site: torch.ones(n) for site, n in sizes.items()}
-    cost = {"cost": lambda z: (z["a"].sum() + 3) * z["b"].sum() + 0.1 * z["c"].sum()}
-    budget = Budget(cost, {"cost": 0.5}, gates, {"a": 5, "b": 3}, {"a": 4, "c": 8})
+
+    def cost(z):
+        return (z["a"].sum() + 3) * z["b"].sum() + 0.1 * z["c"].sum()
+
+    budget = Budget(0.5, cost, gates, {"a": 5, "b": 3}, {"a": 4, "c": 8})
     assert budget.least == {"a": 8, "b": 3, "c": 5}
     assert budget.minimums["a"] % 4 == 0
     coefficients = budget.coefficients({site: torch.rand_like(gate) for site, gate in gates.items()})
@@ -134,7 +137,7 @@ def test_multiples_and_gates_that_never_close(seed):
 def test_multiples_after_gates_have_left():
     """What is left of a site need not be a multiple, and all of it may then not be open."""
     gates = {"a": torch.ones(12)}
-    budget = Budget({"cost": lambda z: z["a"].sum()}, {"cost": 0.9}, gates, None, {"a": 4})
+    budget = Budget(0.9, lambda z: z["a"].sum(), gates, None, {"a": 4})
     coefficients = torch.ones(1, 11) / 12
     positions = torch.arange(11.0)
     found = gates_within(budget, torch.tensor([0.95]), positions, positions >= 0, coefficients, {"a": torch.Size([11])})
