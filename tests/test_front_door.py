@@ -13,7 +13,7 @@ PACKAGES = {
     "distributions": "BernoulliGate ExponentialGate ExponentialUniformGate HardConcrete HardKumaraswamy PowerLawGate "
     "Rectified RectifiedNormal",
     "infer": "L0_ELBO AutoGate AutoSpikeSlab SparsityTarget check_fit factor fit sample_posterior",
-    "nn": "L0Gate NetworkCost NetworkGates fix_gates gate_heads gate_weights insert_gates penalty suggest_gates",
+    "nn": "Gate L0Gate NetworkCost NetworkGates fix_gates gate_heads gate_weights insert_gates penalty suggest_gates",
     "compaction": "Shrinker compact compact_zeros load_compacted",
     "diagnostics": "diagnose to_arviz",
     "pruning": "Training prune",

@@ -31,7 +31,7 @@ from pyro_l0.fast.switch import is_on
 from pyro_l0.infer.record import free_name, sample
 from pyro_l0.nn.gate import GateLayer, check_units, gate_names, keep_being_called
 
-__all__ = ["FAMILIES", "L0Gate", "NetworkGates", "penalty"]
+__all__ = ["FAMILIES", "Gate", "L0Gate", "NetworkGates", "penalty"]
 
 
 #: Gate families by name, which are ``"hard_concrete"``, ``"rectified_normal"``, ``"hard_kumaraswamy"``,
@@ -508,6 +508,27 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def _processes() -> int:
     is_one = torch.compiler.is_compiling() or not (distributed.is_available() and distributed.is_initialized())
     return 1 if is_one else distributed.get_world_size()
+
+
+class Gate(L0Gate):
+    """An :class:`L0Gate` for a row of units whose gates start alike, with the arguments that a model of Pyro needs.
+
+    Args:
+        size: number of units.
+        dim: dimension of the input that holds the units.
+        prior: as of :class:`L0Gate`.
+
+    Raises:
+        ValueError: ``size`` is out of range, or ``dim`` is 0, the batch.
+        TypeError: an argument has the wrong type.
+
+    Example:
+        >>> Gate(20, 1)
+        Gate(20, dim=1, HardConcrete)
+    """
+
+    def __init__(self, size: int, dim: int = -1, prior: GateDistribution | None = None) -> None:
+        super().__init__(size, dim=dim, prior=prior, init_jitter=0.0)
 
 
 class NetworkGates:

@@ -46,6 +46,8 @@ class Fit(Trust):
             where the training had not converged, for over 200 slab entries, and in subsampled plates.
         error: that of the check; NaN without one.
         problems: what is wrong or was not checked, in sentences.
+        converged: whether the loss had stopped falling, restarts agree and the check found nothing wrong; a fit that
+            could not be checked is not ``ok``, and may have converged.
     """
 
     losses: list[float]
@@ -53,6 +55,17 @@ class Fit(Trust):
     check: FitCheck | None = None
     error: float = math.nan
     problems: tuple[str, ...] = ()
+    converged: bool = True
+
+    @property
+    def elbo(self) -> float:
+        """The evidence lower bound in nats, from fresh draws."""
+        return self.evidence.elbo
+
+    @property
+    def log_evidence(self) -> float:
+        """The best estimate of the log evidence in nats; a lower bound on average."""
+        return self.evidence.importance_weighted
 
 
 def fit(
@@ -164,6 +177,7 @@ def fit(
             f"best is kept. Use check_fit, and more steps{better}.",
         )
     if best.problems:
+        best.converged = False
         warnings.warn(" ".join(best.problems), stacklevel=2)
     elif has_noise:
         best.problems = ("The guide was not checked, as plates draw rows of the data. Compare other seeds.",)
@@ -176,6 +190,7 @@ def fit(
         best.error, best.problems = check.error, check.problems
         # Of means and deviations that can't be told the summary speaks alone.
         if any(bool((site.check > (name not in probs)).any()) for name, site in check.sites.items()):
+            best.converged = False
             warnings.warn(" ".join(check.problems), stacklevel=2)
     return best
 
