@@ -9,8 +9,11 @@ from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps, rule
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__ = ["create"]
@@ -173,11 +176,13 @@ def cut(maps: Maps, operation: Operation) -> None:
     _take(maps, x, output, dim, entries)
 
 
-@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split", "aten::chunk", "aten::tensor_split")
+@rule("aten::chunk", calls=(torch.chunk, Tensor.chunk), arguments="input chunks dim")
+@rule("aten::tensor_split", calls=(torch.tensor_split, Tensor.tensor_split), arguments="input indices_or_sections dim")
+@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split")
 def split(maps: Maps, operation: Operation) -> None:
     """Consecutive ranges of one dimension; the other dimensions are the same."""
     x = operation.inputs[0]
-    dim = operation.integer("dim") % x.rank
+    dim = int(cast(int | None, operation.arguments["dim"]) or 0) % x.rank
     start = 0
     for output in operation.made:
         _take(maps, x, output, dim, np.arange(start, start + output.shape[dim]))
@@ -220,13 +225,13 @@ def select(maps: Maps, operation: Operation) -> None:
             axis.kinds = np.minimum(axis.kinds, np.uint8(kind))
 
 
-@rule("aten::constant_pad_nd", "aten::pad")
+@rule("aten::pad", "aten::constant_pad_nd", calls=(F.pad,), arguments="input pad mode value")
 def pad(maps: Maps, operation: Operation) -> None:
     """Constant entries are added at both ends of a dimension, where they stay; other modes copy entries."""
     x, output = operation.inputs[0], operation.output
     amounts = operation.integers("pad")
     kind = CONSTANT if operation.arguments["value"] else ZERO
-    is_constant = operation.arguments.get("mode", "constant") == "constant"
+    is_constant = operation.arguments.get("mode") in (None, "constant")
     for dim, size in enumerate(x.shape):
         start = 2 * (x.rank - 1 - dim)
         before, behind = amounts[start : start + 2] if start < len(amounts) else (0, 0)

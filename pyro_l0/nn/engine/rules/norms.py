@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Maps, rule, runs_as
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Maps, runs_as
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.rules.pointwise import pointwise
 
@@ -106,7 +108,11 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
     maps.mixes(x, *(dim for dim in range(x.rank) if dim != channel))
 
 
-@rule("aten::instance_norm")
+@rule(
+    "aten::instance_norm",
+    calls=(F.instance_norm,),
+    arguments="input running_mean running_var weight bias use_input_stats momentum eps",
+)
 def instance_norm(maps: Maps, operation: Operation) -> None:
     """Each channel of each example by itself, zeros stay zeros without a bias; images stay."""
     x, output = operation.value("input"), operation.output
@@ -167,7 +173,7 @@ def layer_norm(maps: Maps, operation: Operation) -> None:
     _normalise_units(maps, operation, nn.LayerNorm, operation.value("input"), count)
 
 
-@rule("aten::rms_norm", "aten::_fused_rms_norm")
+@rule("aten::rms_norm", "aten::_fused_rms_norm", calls=(F.rms_norm,), arguments="input normalized_shape weight eps")
 def rms_norm(maps: Maps, operation: Operation) -> None:
     """Units share a scale. A unit that is zero stays zero, and may leave an RMSNorm of torch, which then counts it."""
     shape = operation.integers("normalized_shape")

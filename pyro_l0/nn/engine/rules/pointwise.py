@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, GateCall, Kinds, Maps, Mask, rule
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, GateCall, Kinds, Maps, Mask
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__ = ["is_pointwise", "pointwise"]
