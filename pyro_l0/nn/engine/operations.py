@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pyro_l0.nn.engine.maps import Maps
     from pyro_l0.nn.engine.record import Operation
 
-__all__ = ["WHOLE", "Entry", "Rule", "find_entry", "rule"]
+__all__ = ["ENTRIES", "WHOLE", "Entry", "Rule", "find_entry", "rule"]
 
 Rule = Callable[["Maps", "Operation"], None]
 
@@ -23,7 +23,7 @@ class Entry:
     arguments: tuple[str, ...] = ()
 
 
-_ENTRIES: dict[str, Entry] = {}
+ENTRIES: dict[str, Entry] = {}
 _UNKNOWN = Entry()
 WHOLE: dict[Callable[..., object], str] = {}  # by function that is recorded as one operation, the name of that
 
@@ -51,7 +51,7 @@ def rule(*names: str, calls: tuple[Callable[..., object], ...] = (), arguments: 
 
     def register(function: Rule) -> Rule:
         entry = Entry(function, tuple(arguments.split()))
-        _ENTRIES.update(dict.fromkeys(names, entry))
+        ENTRIES.update(dict.fromkeys(names, entry))
         WHOLE.update(dict.fromkeys(calls, names[0]))
         return function
 
@@ -60,4 +60,4 @@ def rule(*names: str, calls: tuple[Callable[..., object], ...] = (), arguments: 
 
 def find_entry(name: str) -> Entry:
     """The entry of an operation, or of its twin that does not work in place."""
-    return _ENTRIES.get(name) or (_ENTRIES.get(name[:-1]) if name.endswith("_") else None) or _UNKNOWN
+    return ENTRIES.get(name) or (ENTRIES.get(name[:-1]) if name.endswith("_") else None) or _UNKNOWN
