@@ -292,7 +292,8 @@ def change_gate(
 _OWN = {name: find_entry(name).rule for name in ("aten::index_select", "aten::index_copy")}  # the engine's
 
 
-@rule("aten::index_select", "aten::index_copy")
+@rule("aten::index_copy")
+@rule("aten::index_select", is_homogeneous=True)
 def move_units(maps: Maps, operation: Operation) -> None:
     """Before and after a selection or an expansion a unit is the same; elsewhere the engine's own rule holds."""
     module = maps.module()

@@ -21,6 +21,7 @@ class Entry:
 
     rule: Rule | None = None
     arguments: tuple[str, ...] = ()
+    is_homogeneous: bool = False
 
 
 ENTRIES: dict[str, Entry] = {}
@@ -28,7 +29,9 @@ _UNKNOWN = Entry()
 WHOLE: dict[Callable[..., object], str] = {}  # by function that is recorded as one operation, the name of that
 
 
-def rule(*names: str, calls: tuple[Callable[..., object], ...] = (), arguments: str = "") -> Callable[[Rule], Rule]:
+def rule(
+    *names: str, calls: tuple[Callable[..., object], ...] = (), arguments: str = "", is_homogeneous: bool = False
+) -> Callable[[Rule], Rule]:
     """Register a function as the rule of the operations of these names, replacing any earlier entry.
 
     A rule calls methods of :class:`~pyro_l0.nn.engine.Maps` to say how the entries of an operation's inputs and outputs
@@ -40,6 +43,9 @@ def rule(*names: str, calls: tuple[Callable[..., object], ...] = (), arguments: 
             your own.
         calls: functions of torch that are recorded as one such operation, before they become several others.
         arguments: the names of the arguments of these functions, in order; those that are not given are None.
+        is_homogeneous: whether its first output is c times as large if all its inputs of numbers are, for c > 0, and
+            made of them by moves, maxima and sums with weights of at least 0. Gates between 0 and 1 in front of it can
+            then go into the weights behind it.
 
     Example:
         >>> @rule("mine::scale")
@@ -50,7 +56,7 @@ def rule(*names: str, calls: tuple[Callable[..., object], ...] = (), arguments: 
     """
 
     def register(function: Rule) -> Rule:
-        entry = Entry(function, tuple(arguments.split()))
+        entry = Entry(function, tuple(arguments.split()), is_homogeneous)
         ENTRIES.update(dict.fromkeys(names, entry))
         WHOLE.update(dict.fromkeys(calls, names[0]))
         return function

@@ -19,10 +19,11 @@ def sum_up(maps: Maps, operation: Operation) -> None:
     _reduce(maps, operation, zeros_leave=not is_counted)
 
 
-_NUMBERS = """mean amax amin max min prod any all argmax argmin var std var_mean std_mean logsumexp median nanmedian
+_NUMBERS = """amin max min prod any all argmax argmin var std var_mean std_mean logsumexp median nanmedian
 mode norm count_nonzero aminmax kthvalue"""
 
 
+@rule("aten::mean", "aten::amax", is_homogeneous=True)
 @rule(*(f"aten::{name}" for name in _NUMBERS.split()))
 def reduce(maps: Maps, operation: Operation) -> None:
     """Entries make one number, in which zeros count as well, so that all of them stay.

@@ -57,11 +57,12 @@ def cell(maps: Maps, operation: Operation) -> None:
     _read(maps, (states[0], -1), (cast(Value, of_hidden), 1))
 
 
-@rule("aten::_pack_padded_sequence")
+@rule("aten::_pack_padded_sequence", is_homogeneous=True)
 @rule(
     "aten::_pad_packed_sequence",
     calls=(torch._VF._pad_packed_sequence,),
     arguments="input batch_sizes first padding_value",
+    is_homogeneous=True,
 )
 def pack(maps: Maps, operation: Operation) -> None:
     """Examples and times stay; features pass."""
