@@ -22,6 +22,7 @@ class Entry:
     rule: Rule | None = None
     arguments: tuple[str, ...] = ()
     is_homogeneous: bool = False
+    size: str = ""
 
 
 ENTRIES: dict[str, Entry] = {}
@@ -30,7 +31,11 @@ WHOLE: dict[Callable[..., object], str] = {}  # by function that is recorded as 
 
 
 def rule(
-    *names: str, calls: tuple[Callable[..., object], ...] = (), arguments: str = "", is_homogeneous: bool = False
+    *names: str,
+    calls: tuple[Callable[..., object], ...] = (),
+    arguments: str = "",
+    is_homogeneous: bool = False,
+    size: str = "",
 ) -> Callable[[Rule], Rule]:
     """Register a function as the rule of the operations of these names, replacing any earlier entry.
 
@@ -46,6 +51,7 @@ def rule(
         is_homogeneous: whether its first output is c times as large if all its inputs of numbers are, for c > 0, and
             made of them by moves, maxima and sums with weights of at least 0. Gates between 0 and 1 in front of it can
             then go into the weights behind it.
+        size: the name of an argument that is the size of a dimension whose units leave, or a list of it.
 
     Example:
         >>> @rule("mine::scale")
@@ -56,7 +62,7 @@ def rule(
     """
 
     def register(function: Rule) -> Rule:
-        entry = Entry(function, tuple(arguments.split()), is_homogeneous)
+        entry = Entry(function, tuple(arguments.split()), is_homogeneous, size)
         ENTRIES.update(dict.fromkeys(names, entry))
         WHOLE.update(dict.fromkeys(calls, names[0]))
         return function

@@ -164,7 +164,7 @@ def group_norm(maps: Maps, operation: Operation) -> None:
     _scale(maps, operation, 1)
 
 
-@rule("aten::native_layer_norm")
+@rule("aten::native_layer_norm", size="normalized_shape")
 def layer_norm(maps: Maps, operation: Operation) -> None:
     """Units share a mean and a scale. A unit that is zero may leave a LayerNorm of torch, which then counts it still.
 
@@ -174,7 +174,13 @@ def layer_norm(maps: Maps, operation: Operation) -> None:
     _normalise_units(maps, operation, nn.LayerNorm, operation.value("input"), count)
 
 
-@rule("aten::rms_norm", "aten::_fused_rms_norm", calls=(F.rms_norm,), arguments="input normalized_shape weight eps")
+@rule(
+    "aten::rms_norm",
+    "aten::_fused_rms_norm",
+    calls=(F.rms_norm,),
+    arguments="input normalized_shape weight eps",
+    size="normalized_shape",
+)
 def rms_norm(maps: Maps, operation: Operation) -> None:
     """Units share a scale. A unit that is zero stays zero, and may leave an RMSNorm of torch, which then counts it."""
     shape = operation.integers("normalized_shape")

@@ -158,7 +158,7 @@ def _add(maps: Maps, bias: Value, output: Value) -> None:
         maps.set_kind(output, max(maps.kind(output), maps.kind(bias)))
 
 
-@rule("aten::convolution", "aten::_convolution")
+@rule("aten::convolution", "aten::_convolution", size="groups")
 def convolution(maps: Maps, operation: Operation) -> None:
     """Input channels are summed over, group by group; images and kernels stay.
 
