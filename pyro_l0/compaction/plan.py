@@ -20,6 +20,7 @@ from pyro_l0.compaction.layers import GateChange, ReducedLayerNorm, ReducedRMSNo
 from pyro_l0.nn.engine import Analysis, GateMap, Maps, Operation, Recording, Value, find_entry
 from pyro_l0.nn.engine.analysis import find_integers
 from pyro_l0.nn.engine.maps import Link, Read
+from pyro_l0.nn.engine.sizes import OF_WEIGHT
 from pyro_l0.nn.gate import GateLayer, gate_names
 
 Size = int | tuple[int, ...]
@@ -27,14 +28,6 @@ Attributes = dict[str, dict[str, Size]]
 """By module path, the attributes that change and their new values."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
-_OF_WEIGHT: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("out_features", "in_features"),
-    nn.Bilinear: ("out_features", "in1_features", "in2_features"),
-    nn.Embedding: ("num_embeddings", "embedding_dim"),
-    nn.EmbeddingBag: ("num_embeddings", "embedding_dim"),
-    nn.PReLU: ("num_parameters",),
-}
-"""The attributes that are the sizes of a weight."""
 
 
 def torch_sizes(
@@ -63,9 +56,6 @@ def _torch_sizes(
     module: nn.Module, shapes: _Shapes, index: Tensor | None, shrunk: Mapping[int, int]
 ) -> Mapping[str, Size]:
     """The integers of a module with tensors of these shapes; the index says which rows of its weight stay."""
-    for kind, names in _OF_WEIGHT.items():
-        if isinstance(module, kind):
-            return dict(zip(names, shapes["weight"], strict=False))
     if isinstance(module, nn.modules.conv._ConvNd):
         groups = module.groups
         if groups > 1:
@@ -73,6 +63,9 @@ def _torch_sizes(
         rows, columns = shapes["weight"][0], shapes["weight"][1] * groups
         inputs, outputs = (rows, columns) if module.transposed else (columns, rows)
         return {"in_channels": inputs, "out_channels": outputs, "groups": groups}
+    for kind, names in OF_WEIGHT.items():
+        if isinstance(module, kind):
+            return dict(zip(names, shapes["weight"], strict=False))
     if isinstance(module, nn.modules.batchnorm._NormBase):  # instance normalisation among them
         size = module.num_features
         (left,) = shapes.get("running_mean") or shapes.get("weight") or (shrunk.get(size, size),)
