@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
+from pyro_l0.nn.engine import Analysis, Maps, Operation, find_entry, rule
 from pyro_l0.nn.engine.maps import ZERO, runs_as
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import GateLayer, keep_being_called
@@ -289,10 +289,11 @@ def change_gate(
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again
 
 
-_OWN = {name: find_rule(name) for name in ("aten::index_select", "aten::index_copy")}  # the engine's
+_OWN = {name: find_entry(name).rule for name in ("aten::index_select", "aten::index_copy")}  # the engine's
 
 
-@rule("aten::index_select", "aten::index_copy")
+@rule("aten::index_copy")
+@rule("aten::index_select", is_homogeneous=True)
 def move_units(maps: Maps, operation: Operation) -> None:
     """Before and after a selection or an expansion a unit is the same; elsewhere the engine's own rule holds."""
     module = maps.module()

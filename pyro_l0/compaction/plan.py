@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -13,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
 
 from pyro_l0.compaction.calls import Arguments, run
 from pyro_l0.compaction.layers import GateChange, ReducedLayerNorm, ReducedRMSNorm, new_indices, pads_zeros, takes_shift
-from pyro_l0.nn.engine import Analysis, GateMap, Operation, Recording, Value
+from pyro_l0.nn.engine import Analysis, GateMap, Maps, Operation, Recording, Value, find_entry
 from pyro_l0.nn.engine.analysis import find_integers
+from pyro_l0.nn.engine.maps import Link, Read
+from pyro_l0.nn.engine.sizes import OF_WEIGHT
 from pyro_l0.nn.gate import GateLayer, gate_names
 
 Size = int | tuple[int, ...]
@@ -25,14 +28,6 @@ Attributes = dict[str, dict[str, Size]]
 """By module path, the attributes that change and their new values."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
-_OF_WEIGHT: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("out_features", "in_features"),
-    nn.Bilinear: ("out_features", "in1_features", "in2_features"),
-    nn.Embedding: ("num_embeddings", "embedding_dim"),
-    nn.EmbeddingBag: ("num_embeddings", "embedding_dim"),
-    nn.PReLU: ("num_parameters",),
-}
-"""The attributes that are the sizes of a weight."""
 
 
 def torch_sizes(
@@ -61,9 +56,6 @@ def _torch_sizes(
     module: nn.Module, shapes: _Shapes, index: Tensor | None, shrunk: Mapping[int, int]
 ) -> Mapping[str, Size]:
     """The integers of a module with tensors of these shapes; the index says which rows of its weight stay."""
-    for kind, names in _OF_WEIGHT.items():
-        if isinstance(module, kind):
-            return dict(zip(names, shapes["weight"], strict=False))
     if isinstance(module, nn.modules.conv._ConvNd):
         groups = module.groups
         if groups > 1:
@@ -71,6 +63,9 @@ def _torch_sizes(
         rows, columns = shapes["weight"][0], shapes["weight"][1] * groups
         inputs, outputs = (rows, columns) if module.transposed else (columns, rows)
         return {"in_channels": inputs, "out_channels": outputs, "groups": groups}
+    for kind, names in OF_WEIGHT.items():
+        if isinstance(module, kind):
+            return dict(zip(names, shapes["weight"], strict=False))
     if isinstance(module, nn.modules.batchnorm._NormBase):  # instance normalisation among them
         size = module.num_features
         (left,) = shapes.get("running_mean") or shapes.get("weight") or (shrunk.get(size, size),)
@@ -214,42 +209,31 @@ def contribution(layer: nn.Module, constant: Constant) -> tuple[Tensor, bool]:
 # ------------------------------------------------------------ gates between 0 and 1
 
 
-_UNITWISE = {"relu", "relu_", "leaky_relu", "leaky_relu_", "clone", "alias", "contiguous", "_to_copy", "abs", "neg"}
-_MOVING = {
-    *("view", "_unsafe_view", "reshape", "flatten", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand"),
-    *("select", "slice"),
-}
-_POOLING = {
-    *(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg", "_adaptive_avg") for n in (1, 2, 3)),
-    *(f"max_pool{n}d_with_indices" for n in (2, 3)),
-    "mean",
-}
+_Factor = tuple[Tensor, Tensor]  # of each entry, and 0 for entries that are zeros whatever the network is given
 
 
 @torch.no_grad()
-def gates_into_weights(
-    recording: Recording, gates: Mapping[str, Tensor], layers: Collection[str]
-) -> tuple[dict[str, Tensor], set[str]]:
+def gates_into_weights(maps: Maps, gates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
     """The positive gates that can go into weights behind them, as what is between is positively homogeneous.
 
-    Returns, by name of a weight of ``layers``, the factor of each of its inputs; and the sites of these gates.
+    Returns, by name of a weight, the factor of each of its inputs; and the sites of these gates.
     """
     readers: dict[int, list[Operation]] = {}
-    for operation in recording.operations:
+    for operation in maps.recording.operations:
         for value in operation.inputs:
             readers.setdefault(id(value), []).append(operation)
     factors: dict[str, Tensor] = {}
     folded: set[str] = set()
     for site, gate in gates.items():
         found: dict[str, Tensor] | None = {}
-        for operation in recording.operations:
+        for operation in maps.recording.operations:
             if operation.name == "gate" and operation.arguments["site"] == site and found is not None:
                 view = [1] * operation.output.rank
                 view[operation.integer("dim")] = -1
                 factor = gate.view(view).expand(operation.output.shape)
-                weight = _weight_of(operation.value("input"), recording.operations)
+                weight = _weight_of(operation.value("input"), maps.recording.operations)
                 if weight is None:
-                    found = _follow(operation.output, factor, readers, found, layers)
+                    found = _follow(maps, operation.output, (factor, torch.ones_like(factor)), readers, found)
                 elif len(weight.names) == len(readers[id(weight)]) == 1 and weight.names[0] not in found:
                     found[weight.names[0]] = factor.reshape(weight.shape)[0]
                 else:
@@ -264,81 +248,91 @@ def gates_into_weights(
 def _weight_of(value: Value, operations: Sequence[Operation]) -> Value | None:
     """The recurrent layer's weight that a gate multiplies, whose inputs may be grouped by direction."""
     for operation in operations:
-        if value in operation.made and operation.name == "aten::view":
+        if value in operation.made and operation.function is torch.ops.aten.view.default:
             value = operation.value("self")
     return value if value.rank == 2 and any("weight_" in name for name in value.names) else None
 
 
 def _follow(
+    maps: Maps,
     value: Value,
-    factor: Tensor,
+    factor: _Factor,
     readers: Mapping[int, list[Operation]],
     found: dict[str, Tensor],
-    layers: Collection[str],
 ) -> dict[str, Tensor] | None:
     """Follow a factor to the weights of every layer that reads a value; None where that can't be done."""
     if value.is_output:
         return None
     for operation in readers.get(id(value), ()):
-        name = operation.name.removeprefix("aten::")
-        is_recurrent = name == "recurrent"
-        if is_recurrent or name in ("linear", "convolution", "conv1d", "conv2d", "conv3d"):
-            inputs = [x for x in operation.inputs if any("weight_ih_l0" in name for name in x.names)]
-            for weight in inputs if is_recurrent else [operation.value("weight")]:
-                vector = _inputs_factor(operation, value, weight, factor)
-                is_once = len(readers[id(weight)]) == 1 and len(weight.names) == 1
-                if vector is None or not is_once or not (is_recurrent or weight.names[0] in layers):
-                    return None
-                found[weight.names[0]] = vector * found.get(weight.names[0], 1.0)  # along all ways to its one input
-            if is_recurrent and not inputs:
-                return None  # they are computed
+        weights = _weights_that_read(maps, operation, value)
+        for weight, dim in weights:
+            vector = _inputs_factor(factor, dim)
+            if vector is None or len(readers[id(weight)]) > 1 or len(weight.names) > 1:
+                return None
+            found[weight.names[0]] = vector * found.get(weight.names[0], 1.0)  # along all ways to its one input
+        if weights:
             continue
-        is_joined = name in ("cat", "index_select", "_pack_padded_sequence", "_pad_packed_sequence")
-        behind = _joined(operation, value, factor) if is_joined else None
-        if len(operation.inputs) == 1 and not is_joined:
-            behind = _behind(operation, name, factor)
-        if behind is None or _follow(operation.output, behind, readers, found, layers) is None:
+        behind = _behind(operation, value, factor)
+        if behind is None or _follow(maps, operation.output, behind, readers, found) is None:
             return None
     return found
 
 
-def _behind(operation: Operation, name: str, factor: Tensor) -> Tensor | None:
-    """The factor of an operation's output."""
-    if name in _UNITWISE or name == "gate":
-        return factor
-    if name in _MOVING:
-        return cast(Tensor, operation.function(factor.contiguous(), *operation.args[1:], **operation.kwargs))
-    if name in _POOLING and factor.dim() > 2:
-        if name == "mean" and 1 in [dim % factor.dim() for dim in operation.integers("dim") or range(factor.dim())]:
-            return None
-        positions = factor.flatten(2)
-        if not bool((positions == positions[..., :1]).all()):
-            return None
-        shape = operation.output.shape
-        return positions[..., 0].view(*factor.shape[:2], *[1] * (len(shape) - 2)).expand(shape)
-    return None
+def _weights_that_read(maps: Maps, operation: Operation, value: Value) -> list[tuple[Value, int]]:
+    """The weights that a product sums a value over with, along their dimension 1, and the value's dimension."""
+    relations, axes = maps.relations[operation], maps.axes[value]
+    summed = [axis for x in relations if isinstance(x, Read) and len(x.axes) > 1 for axis in x.axes if axis in axes]
+    if operation.inputs.count(value) > 1 or any(isinstance(x, Link) and x.source in summed for x in relations):
+        return []  # it goes into the result twice, as a state does
+    return [
+        (weight, axes.index(axis))
+        for axis in dict.fromkeys(summed)
+        for weight in dict.fromkeys(operation.inputs)
+        if weight.names and weight is not value and weight.rank > 1
+        if any(isinstance(x, Read) and axis in x.axes and maps.axes[weight][1] in x.axes for x in relations)
+    ]
 
 
-def _joined(operation: Operation, value: Value, factor: Tensor) -> Tensor | None:
-    """The factor behind a concatenation, or where examples and times are put elsewhere, with zeros between them."""
-    if operation.name == "aten::cat":
-        parts = [factor if x is value else torch.ones(x.shape, dtype=factor.dtype) for x in operation.inputs]
-        return torch.cat(parts, operation.integer("dim"))
-    rows, is_padded = factor.flatten(0, -2), bool(operation.arguments.get("padding_value"))
-    if is_padded or operation.integers("dim") in ([-1], [factor.dim() - 1]) or not bool((rows == rows[:1]).all()):
+def _behind(operation: Operation, value: Value, factor: _Factor) -> _Factor | None:
+    """The factor of an operation's output.
+
+    Sums with weights w >= 0, and maxima, of entries with factors c have a factor if all of these are equal: by Cauchy
+    and Schwarz, if sum(w c) sum(w / c) = sum(w)^2.
+    """
+    if not find_entry(operation.name).is_homogeneous:
         return None
-    return rows[0].expand(operation.output.shape)
+    factors, present = factor
+    times, per, once = (_run(operation, value, x) for x in (present * factors, present / factors, present))
+    if not torch.allclose(times * per, once.square(), rtol=_ROUNDING, atol=0):
+        return None
+    is_present = once != 0
+    return torch.where(is_present, times / once, 1.0), is_present.to(times)
 
 
-def _inputs_factor(operation: Operation, value: Value, weight: Value, factor: Tensor) -> Tensor | None:
+_ROUNDING = 1e-12  # of sums of up to a thousand numbers in float64
+
+
+def _run(operation: Operation, value: Value, x: Tensor) -> Tensor:
+    """An operation's output for one of its inputs, where others of numbers are 1."""
+
+    def given(other: Value) -> Tensor:
+        if other is value:
+            return x.clone(memory_format=torch.contiguous_format)
+        return torch.ones(other.shape, dtype=x.dtype) if other.dtype.is_floating_point else other.tensor.detach().cpu()
+
+    args, kwargs = tree_map_only(Value, given, (operation.args, operation.kwargs))
+    kwargs = {name: argument for name, argument in kwargs.items() if name not in ("dtype", "device")}
+    result: Any = operation.function(*args, **kwargs)
+    return cast(Tensor, result[0] if isinstance(result, (tuple, list)) else result)
+
+
+def _inputs_factor(factor: _Factor, dim: int) -> Tensor | None:
     """The factor of each input of a layer, if it is the same at every position."""
-    is_dense = operation.name in ("aten::linear", "recurrent")
-    if operation.inputs[0] is not value or weight is value:
+    factors, present = (x.movedim(dim, 0).flatten(1) for x in factor)
+    largest = (factors * present).amax(1, keepdim=True)
+    if not torch.allclose(present * factors, present * largest, rtol=_ROUNDING, atol=0):
         return None
-    if not is_dense and (operation.arguments.get("transposed") or operation.integer("groups") != 1):
-        return None
-    inputs = factor.movedim(-1 if is_dense else 1, 0).flatten(1)
-    return inputs[:, 0] if bool((inputs == inputs[:, :1]).all()) else None
+    return torch.where(largest > 0, largest, 1.0)[:, 0]
 
 
 _Indices = dict[str, tuple[Tensor | None, ...]]
@@ -481,7 +475,7 @@ def make_plan(
     factors: dict[str, Tensor] = {}
     folded: set[str] = set()
     if not keep_gates:
-        factors, folded = _factors(network, recording, analysis, gates)
+        factors, folded = _factors(analysis, gates)
     paths = {gate: path for path, gate in network.named_modules() if isinstance(gate, GateLayer)}
     changes = {
         paths[gate]: change
@@ -555,9 +549,7 @@ def _reads_input(recording: Recording, calls: list[Operation]) -> bool:
     return sum(calls[0].value("input") in operation.inputs for operation in recording.operations) == 1
 
 
-def _factors(
-    network: nn.Module, recording: Recording, analysis: Analysis, gates: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], set[str]]:
+def _factors(analysis: Analysis, gates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
     """Gates that go into weights: those whose units that stay are open."""
     candidates: dict[str, Tensor] = {}
     for site, found in analysis.gates.items():
@@ -565,8 +557,7 @@ def _factors(
         left = gate[found.front]
         if not bool((left == 1).all()) and bool((left > 0).all()):
             candidates[site] = torch.where(gate > 0, gate, 1.0)
-    layers = {f"{path}.weight" if path else "weight" for path, module in network.named_modules() if is_layer(module)}
-    return gates_into_weights(recording, candidates, layers)
+    return gates_into_weights(analysis.maps, candidates)
 
 
 def _fold(layer: nn.Module, path: str, units: tuple[int, ...], constant: Constant, indices: _Indices) -> LayerFold:

@@ -335,7 +335,7 @@ _Products = list[tuple[Value | Operation, Sequence[Axis]]]
 
 def _weights(maps: Maps) -> _Products:
     """The dimensions of each weight, without biases."""
-    roots = dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())
+    roots = dict.fromkeys(root for found in weights_of(maps).values() for root, _ in found.values())
     return [(value, maps.axes[value]) for value in roots]
 
 

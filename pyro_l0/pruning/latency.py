@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.compaction import compact
 from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.cost import Expectations, PerDevice
-from pyro_l0.nn.engine import Example, Operation, Value, calls_of
+from pyro_l0.nn.engine import Example, Operation, Value, calls_of, find_entry
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
 from pyro_l0.nn.engine.statements import FALSE, TRUE, NormalForms
 from pyro_l0.nn.gate import gate_names
@@ -29,7 +29,6 @@ _FAR = 0.02  # of the whole time, by which a table may be off between its sizes
 _WHOLE = (1, 2, 4, 16)  # of the units of each site one in so many is left in networks that are timed as a whole
 _WAIT, _LEAST_WAIT, _LESS, _SECONDS = 20, 3, 0.01, 1.0  # calls without a shorter one, how much shorter, and a limit
 _PATIENCE = 6  # so many times as long is waited where whole networks are timed, which set the scale
-_SIZES = ("groups", "normalized_shape")  # arguments that follow the size of a tensor
 Units = tuple[tuple[int, int], ...]  # statements on which entries stay, and how many entries have each
 Run = Callable[[], object]
 
@@ -160,10 +159,11 @@ class _Work:
 
         one = self._operation
         args, kwargs = tree_map_only(Value, shrunk, (one.args, one.kwargs))
-        if any(one.arguments.get(name) not in (None, 1) for name in _SIZES):
+        name = find_entry(one.name).size
+        if (before := one.arguments.get(name)) not in (None, 1):
             args, kwargs = (), tree_map_only(Value, shrunk, one.arguments)
             size = next(times * numbers[x] for dims in self._dims.values() for _, x, times in dims if x in numbers)
-            kwargs |= {name: [size] if name == "normalized_shape" else size for name in _SIZES if name in kwargs}
+            kwargs[name] = size if isinstance(before, int) else [size]
         return partial(one.function, *args, **kwargs)
 
     @torch.no_grad()

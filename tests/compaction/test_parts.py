@@ -13,7 +13,8 @@ from pyro_l0.compaction import compact
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.nn import L0Gate, fix_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
+from pyro_l0.nn.engine import operations, rule
 from tests.networks import Net
 
 
@@ -223,3 +224,31 @@ def test_a_stream_that_closes_wholly_behind_views():
     gates = {"gate": torch.zeros(4, dtype=torch.float64)}
     small = compact(network, gates, x).network
     torch.testing.assert_close(small(x), fix_gates(network, gates)(x))
+
+
+def test_one_entry_from_outside_cuts_prices_and_folds_an_operation(monkeypatch):
+    """Patches of an image: of three open channels at 0.5 the linear layer behind takes up the factor."""
+    monkeypatch.setattr(operations, "ENTRIES", dict(operations.ENTRIES))
+
+    @rule("aten::im2col", is_homogeneous=True)
+    def patches(maps, operation):
+        x, output = operation.value("self"), operation.output
+        maps.passes(x, 0, output, 0)
+        maps.reshape([maps.axes[x][1], maps.fixed(output.shape[1] // x.shape[1])], [maps.axes[output][1]])
+        maps.fixes(x, 2, 3)
+        maps.fixes(output, 2)
+
+    network = nn.Sequential(
+        nn.Conv2d(2, 5, 1), L0Gate(5, dim=1), nn.Unfold(2, stride=2), nn.Flatten(), nn.Linear(5 * 4 * 4, 3)
+    )
+    x, gates = torch.randn(2, 2, 4, 4), {"1": torch.tensor([0.5, 0.0, 0.5, 0.0, 0.5])}
+    expected = fix_gates(network, gates).eval()(x)
+    result = compact(network, gates, x)
+    torch.testing.assert_close(result.network(x), expected)
+    assert not any(isinstance(module, L0Gate) for module in result.network.modules())
+    assert {*result.plan.factors} == {"4.weight"}
+    assert {*result.plan.factors["4.weight"]} <= {0.5, 1.0}
+    assert tuple(result.network[0].weight.shape[:2]) == (3, 2)
+    assert tuple(result.network[4].weight.shape) == (3, 3 * 4 * 4)
+    is_open = {"1": (gates["1"] > 0).float()}
+    assert NetworkCost(network, x).weights(is_open).item() == 3 * 2 + 3 * 3 * 4 * 4

@@ -11,7 +11,7 @@ from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import L0Gate, fix_gates
-from pyro_l0.nn.engine import maps
+from pyro_l0.nn.engine.operations import ENTRIES, Entry
 from pyro_l0.nn.gate import gate_names
 from tests import networks
 
@@ -149,7 +149,7 @@ def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
     def fail(maps, operation):
         raise error
 
-    monkeypatch.setitem(maps._RULES, "aten::relu", fail)
+    monkeypatch.setitem(ENTRIES, "aten::relu", Entry(fail))
     net = nn.Sequential(nn.Linear(6, 4), L0Gate(4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(CompactionError, match=f"raises {type(error).__name__}"):
         compact(net, {"1": GATE}, VECTORS)

@@ -27,9 +27,9 @@ from pyro_l0.nn.engine.maps import (
     Maps,
     Mask,
     Read,
-    find_rule,
     outer,
 )
+from pyro_l0.nn.engine.operations import find_entry
 from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
 from pyro_l0.nn.engine.sizes import Comparison, Dimension, Holder, Source
 from pyro_l0.nn.engine.statements import FALSE, TRUE, Needs, NormalForms
@@ -646,7 +646,7 @@ def _find_zeros(maps: Maps, value: Value) -> None:
 
 
 def _apply_rule(maps: Maps, operation: Operation) -> None:
-    found = find_rule(operation.name)
+    found = find_entry(operation.name).rule
     if found is not None:
         found(maps, operation)
     elif rules.pointwise.is_pointwise(operation):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TypeVar
@@ -450,38 +450,3 @@ class Maps:
 def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module is one of torch's class, or of a subclass that inherits its forward."""
     return isinstance(module, kind) and type(module).forward is kind.forward
-
-
-Rule = Callable[[Maps, Operation], None]
-_RULES: dict[str, Rule] = {}
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a function as the rule of the operations of these names, replacing any earlier one.
-
-    A rule calls methods of :class:`~pyro_l0.nn.engine.Maps` to say how the entries of an operation's inputs and outputs
-    belong together, which of them are read together, and what is known of the outputs. An operation without a rule is a
-    barrier: all that it touches stays. The in-place twin (``relu_``) has the same rule.
-
-    Args:
-        names: names as in ``torch.ops``, with the library: ``"aten::relu"``, or ``"mine::scale"`` for an operation of
-            your own.
-
-    Example:
-        >>> @rule("mine::scale")
-        ... def scale(maps, operation):
-        ...     "Each entry comes from the same entry, and zeros stay zeros."
-        ...     for dim in range(operation.output.rank):
-        ...         maps.passes(operation.value("x"), dim, operation.output, dim)
-    """
-
-    def register(function: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def find_rule(name: str) -> Rule | None:
-    """The rule of an operation, or of its twin that does not work in place."""
-    return _RULES.get(name) or (_RULES.get(name[:-1]) if name.endswith("_") else None)

@@ -12,11 +12,6 @@ import numpy as np
 from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Read, Reshape
 from pyro_l0.nn.engine.record import Operation, Value
 
-_MOVES = {
-    *("aten::t", "aten::transpose", "aten::permute", "aten::numpy_T", "aten::mT"),
-    *("aten::view", "aten::reshape", "aten::alias", "aten::detach", "aten::contiguous", "gate"),
-}
-
 __all__ = ["Use", "find_readers", "find_writers", "weights_of"]
 
 
@@ -38,32 +33,52 @@ class Use:
         return math.prod(self.weight.shape) // (self.weight.shape[self.dim] * self.groups)
 
 
-def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
+_Root = tuple[Value, tuple[int, ...]]
+
+
+def weights_of(maps: Maps) -> dict[Operation, dict[Value, _Root]]:
     """By contraction, its operands that do not depend on the network's input, with the parameter each was made of.
 
-    An operand that is made of a parameter alone, by a transposition for example, is that parameter; one that is
-    computed otherwise, as a parametrisation does, stands for itself.
+    An operand that is a view of a parameter, a transposition for example, is that parameter, and comes with the
+    dimension of it for each of its own; one that is computed otherwise, as a parametrisation does, stands for itself.
     """
     inputs = {value for call in maps.recording.calls for value in call.inputs}
-    source: dict[Value, Value] = {}
+    roots: dict[Value, _Root] = {}
     varying = set(inputs)
     for operation in maps.recording.operations:
         given = list(dict.fromkeys(operation.inputs))
         for output in operation.made:
             if varying.intersection(given) or not given:
                 varying.add(output)
-            elif len(given) == 1 and operation.name in _MOVES and _sizes(output) == _sizes(given[0]):
-                source[output] = source.get(given[0], given[0])
-    found: dict[Operation, dict[Value, Value]] = {}
+            elif len(given) == 1 and (operation.name == "gate" or getattr(operation.function, "is_view", False)):
+                roots.update(_root_of(maps, operation, output, roots))
+    found: dict[Operation, dict[Value, _Root]] = {}
     for product in maps.products:
         operation = product.operation
         lowest = 1 if operation.name.startswith("recurrent") else 0  # without the biases
         found[operation] = {
-            value: source.get(value, value)
+            value: roots.get(value, _own(value))
             for value in operation.inputs
             if value not in varying and value is not operation.added and value.rank > lowest and not value.is_given
         }
     return found
+
+
+def _own(value: Value) -> _Root:
+    return value, tuple(range(value.rank))
+
+
+def _root_of(maps: Maps, operation: Operation, output: Value, roots: dict[Value, _Root]) -> dict[Value, _Root]:
+    """What a view of a tensor's entries, all of them, is a view of; nothing if its dimensions are others."""
+    (x,) = set(operation.inputs)
+    root, of_root = roots.get(x, _own(x))
+    sources = {relation.target: relation.source for relation in maps.relations[operation] if isinstance(relation, Link)}
+    dims = [maps.axes[x].index(sources[axis]) if axis in sources else None for axis in maps.axes[output]]
+    if any(dim is None and size > 1 for dim, size in zip(dims, output.shape, strict=True)):
+        return {}
+    if math.prod(x.shape) != math.prod(output.shape):
+        return {}
+    return {output: (root, tuple(0 if dim is None else of_root[dim] for dim in dims))}
 
 
 def find_readers(maps: Maps) -> list[Use]:
@@ -102,7 +117,8 @@ def find_writers(maps: Maps) -> list[Use]:
                     moved = _moved(relation, pairs[relation.target], is_back=True)
                     if relation.source in axes:
                         value, dim = axes[relation.source]
-                        key = site, given[value], _dim_of(value, dim, given[value]), 1, operation.path
+                        root, dims = given[value]
+                        key = site, root, dims[dim], 1, operation.path
                         found.setdefault(key, set()).update(moved)
                     elif not given:
                         pairs.setdefault(relation.source, set()).update(moved)
@@ -131,26 +147,12 @@ def _uses(found: dict[_Key, set[tuple[int, int]]]) -> list[Use]:
     return uses
 
 
-def _read_with(maps: Maps, read: Read, weights: dict[Value, Value]) -> Iterator[tuple[Value, int]]:
+def _read_with(maps: Maps, read: Read, weights: dict[Value, _Root]) -> Iterator[tuple[Value, int]]:
     """The weights that an operation sums over together with its input, and by which dimension."""
-    for value, root in weights.items():
-        for dim, axis in enumerate(maps.axes[value]):
+    for value, (root, dims) in weights.items():
+        for dim, axis in zip(dims, maps.axes[value], strict=True):
             if axis in read.axes:
-                yield root, _dim_of(value, dim, root)
-
-
-def _sizes(value: Value) -> list[int]:
-    """The sizes of a tensor's dimensions in the order of size, those of 1 apart."""
-    return sorted(size for size in value.shape if size > 1)
-
-
-def _dim_of(value: Value, dim: int, root: Value) -> int:
-    """The dimension of a parameter that one of something made of it is."""
-    if value is root or value.shape == root.shape:
-        return dim
-    if value.rank == root.rank == 2:
-        return 1 - dim
-    return root.shape.index(value.shape[dim])
+                yield root, dim
 
 
 def _grouped(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -16,7 +15,6 @@ from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleT
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
@@ -24,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.fast.products import multiply_along
+from pyro_l0.nn.engine.operations import WHOLE, find_entry
 from pyro_l0.nn.engine.sizes import KNOWN, Comparison, Dimension, Held, Notes, follow_integers, note_sizes
 from pyro_l0.nn.gate import GateLayer, check_units, gate_names
 
@@ -286,7 +285,7 @@ class _Recorder(TorchDispatchMode):
             result = function(*args, **kwargs)
         finally:
             self.is_paused = False
-        self._write(name, function, given, _bind(_WHOLE[function][1], *given), result)
+        self._write(name, function, given, _bind([(x, None) for x in find_entry(name).arguments], *given), result)
         return result
 
     def shape_of(self, tensor: Tensor) -> torch.Size:
@@ -434,8 +433,8 @@ class _WholeCalls(TorchFunctionMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _WHOLE and not self.recorder.is_paused:
-            result = self.recorder.call_whole(_WHOLE[func][0], func, args, kwargs)
+        if func in WHOLE and not self.recorder.is_paused:
+            result = self.recorder.call_whole(WHOLE[func], func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         if self.recorder.is_paused:
@@ -448,37 +447,6 @@ class _WholeCalls(TorchFunctionMode):
 
 
 _SHAPES = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
-
-
-def _signature(names: str, dim: int | None = None) -> _Signature:
-    return [(name, dim if name == "dim" else None) for name in names.split()]
-
-
-def _of_python(function: Callable[..., object]) -> _Signature:
-    return [(x.name, x.default) for x in inspect.signature(function).parameters.values()]
-
-
-_SPLIT = _signature("input indices_or_sections dim", 0)
-_ATTENTION = _signature("query key value attn_mask dropout_p is_causal scale enable_gqa")
-# By function, the name of its rule and the names of its arguments.
-_WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
-    F.linear: ("aten::linear", _signature("input weight bias")),
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), ("aten::matmul", _signature("self other"))),
-    torch.einsum: ("aten::einsum", []),
-    F.scaled_dot_product_attention: ("aten::scaled_dot_product_attention", _ATTENTION),
-    F.rms_norm: ("aten::rms_norm", _of_python(F.rms_norm)),
-    F.instance_norm: ("aten::instance_norm", _of_python(F.instance_norm)),
-    F.pad: ("aten::pad", _of_python(F.pad)),
-    **dict.fromkeys((torch.chunk, Tensor.chunk), ("aten::chunk", _signature("input chunks dim", 0))),
-    **dict.fromkeys((torch.tensor_split, Tensor.tensor_split), ("aten::tensor_split", _SPLIT)),
-    torch.bilinear: ("aten::bilinear", _signature("input1 input2 weight bias")),
-    **{
-        getattr(torch, f"{kind}{cell}"): (f"recurrent{cell}", [])
-        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-        for cell in ("", "_cell")
-    },
-    torch._VF._pad_packed_sequence: ("aten::_pad_packed_sequence", _signature("input batch_sizes first padding_value")),
-}
 
 
 def _bind(signature: _Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:

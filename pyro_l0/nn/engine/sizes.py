@@ -12,7 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_l0.nn.gate import GateLayer
 
-__all__ = ["KNOWN", "Comparison", "Dimension", "Held", "Holder", "Notes", "Source", "follow_integers", "note_sizes"]
+__all__ = [
+    "KNOWN",
+    "OF_WEIGHT",
+    "Comparison",
+    "Dimension",
+    "Held",
+    "Holder",
+    "Notes",
+    "Source",
+    "follow_integers",
+    "note_sizes",
+]
 
 _LONGEST = 500  # letters of a formula that is followed
 KNOWN = ("torch.", "pyro_l0.")  # whose integers a table has, or nobody cuts
@@ -197,7 +208,8 @@ def _of_weight(path: str, module: nn.Module, notes: Notes) -> dict[str, Held]:
     weight = module._parameters.get("weight")
     if weight is None or getattr(module, "transposed", False):
         return {}
-    values = {name: (vars(module).get(name), dim) for name, dim in _OF_WEIGHT.items() if dim < weight.dim()}
+    names = next((names for kind, names in OF_WEIGHT.items() if isinstance(module, kind)), ())
+    values = {name: (vars(module).get(name), dim) for dim, name in enumerate(names)}
     return {
         name: Held.of(value, notes, f"{path}.{name}", Dimension(id(weight), dim))
         for name, (value, dim) in values.items()
@@ -205,7 +217,14 @@ def _of_weight(path: str, module: nn.Module, notes: Notes) -> dict[str, Held]:
     }
 
 
-_OF_WEIGHT = {"out_features": 0, "out_channels": 0, "in_features": 1, "in_channels": 1}  # which torch's code reads not
+OF_WEIGHT: dict[type[nn.Module], tuple[str, ...]] = {  # the attributes that are the sizes of a weight, in order
+    nn.Linear: ("out_features", "in_features"),
+    nn.Bilinear: ("out_features", "in1_features", "in2_features"),
+    nn.Embedding: ("num_embeddings", "embedding_dim"),
+    nn.EmbeddingBag: ("num_embeddings", "embedding_dim"),
+    nn.PReLU: ("num_parameters",),
+    nn.modules.conv._ConvNd: ("out_channels", "in_channels"),
+}
 _SPLITS = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
 # Functions that take integers as sizes of their results, and those that compute with them.
 _SIZED = """view reshape expand broadcast_to unflatten narrow arange linspace zeros ones full empty rand randn new_zeros

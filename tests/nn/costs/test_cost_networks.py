@@ -198,6 +198,9 @@ def test_square_norms_of_all_layers():
 
     product = Net(lambda net, x: net.gate(x) @ net.weight, gate=L0Gate(3), weight=nn.Parameter(torch.randn(3, 2)))
     torch.testing.assert_close(square_norms(product, torch.ones(1, 3))["gate"](), product.weight.square().sum(1))
+    product.weight = nn.Parameter(torch.randn(3, 3))
+    product.forward = lambda x: product.gate(x) @ product.weight.t()  # of a square, whose shape tells no transposition
+    torch.testing.assert_close(square_norms(product, torch.ones(1, 3))["gate"](), product.weight.square().sum(0))
     grouped = nn.Sequential(L0Gate(4, dim=1), nn.Conv1d(4, 6, 2, groups=2))
     weight = grouped[1].weight.square().sum(2)
     expected = torch.cat([weight[:3].sum(0), weight[3:].sum(0)])

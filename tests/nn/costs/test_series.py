@@ -14,8 +14,9 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
-from pyro_l0.nn.engine import record, rule
+from pyro_l0.nn.engine import record
 from pyro_l0.nn.engine.dependency import find_dependencies
+from pyro_l0.nn.engine.operations import ENTRIES, Entry
 from pyro_l0.nn.engine.statements import NormalForms, TruthTables
 from pyro_l0.nn.gate import gate_names
 from tests.bench.fuzz_cost import Excited, difference
@@ -181,10 +182,7 @@ def counted_wrongly(maps, operation):
 
 @pytest.mark.parametrize("inner", ["the first", "1.inner"])
 def test_multiply_adds_that_torch_counts_otherwise_are_refused_by_name(inner, monkeypatch):
-    from pyro_l0.nn.engine import maps
-
-    monkeypatch.setattr(maps, "_RULES", dict(maps._RULES))
-    rule("aten::bmm")(counted_wrongly)
+    monkeypatch.setitem(ENTRIES, "aten::bmm", Entry(counted_wrongly))
     layers = [nn.Sequential(), nn.Sequential()]
     layers[inner != "the first"].inner = Product()
     path = "0.inner" if inner == "the first" else inner

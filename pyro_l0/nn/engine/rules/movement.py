@@ -9,8 +9,11 @@ from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps, rule
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__ = ["create"]
@@ -49,6 +52,7 @@ def create(maps: Maps, operation: Operation) -> None:
     "aten::squeeze",
     "aten::flatten",
     "aten::unflatten",
+    is_homogeneous=True,
 )
 def view(maps: Maps, operation: Operation) -> None:
     """Dimensions are merged and split: an entry of a merged dimension leaves iff one of its factors' entries does."""
@@ -90,7 +94,7 @@ def _common_parts(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple
         yield dims, output_dims
 
 
-@rule("aten::permute", "aten::t", "aten::numpy_T", "aten::mT", "aten::transpose", "aten::swapaxes")
+@rule("aten::permute", "aten::t", "aten::numpy_T", "aten::mT", "aten::transpose", "aten::swapaxes", is_homogeneous=True)
 def permute(maps: Maps, operation: Operation) -> None:
     """Dimensions are reordered: all as given, two of them, or those of a matrix."""
     x = operation.value("self")
@@ -110,7 +114,7 @@ def _permute(maps: Maps, x: Value, output: Value, order: Sequence[int]) -> None:
         maps.set_kind(output, maps.kind(x))
 
 
-@rule("aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat")
+@rule("aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat", is_homogeneous=True)
 def expand(maps: Maps, operation: Operation) -> None:
     """A repeated dimension is a product of the copies, which all stay, and of what is copied; one entry alone stays."""
     x, output = operation.value("self"), operation.output
@@ -126,7 +130,7 @@ def expand(maps: Maps, operation: Operation) -> None:
             maps.fixes(x, dim)
 
 
-@rule("aten::cat", "aten::concat")
+@rule("aten::cat", "aten::concat", is_homogeneous=True)
 def concatenate(maps: Maps, operation: Operation) -> None:
     """One dimension's entries are joined end to end; the other dimensions are the same."""
     output = operation.output
@@ -159,7 +163,7 @@ def _share(maps: Maps, tensors: Sequence[Value], output: Value, dims: dict[int, 
         maps.set_kinds(output, output_dim, np.maximum.reduce([maps.kinds(x, dim) for x in tensors]))
 
 
-@rule("aten::slice", "aten::narrow")
+@rule("aten::slice", "aten::narrow", is_homogeneous=True)
 def cut(maps: Maps, operation: Operation) -> None:
     """A range of one dimension; the other dimensions are the same."""
     x, output = operation.value("self"), operation.output
@@ -173,18 +177,20 @@ def cut(maps: Maps, operation: Operation) -> None:
     _take(maps, x, output, dim, entries)
 
 
-@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split", "aten::chunk", "aten::tensor_split")
+@rule("aten::chunk", calls=(torch.chunk, Tensor.chunk), arguments="input chunks dim")
+@rule("aten::tensor_split", calls=(torch.tensor_split, Tensor.tensor_split), arguments="input indices_or_sections dim")
+@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split")
 def split(maps: Maps, operation: Operation) -> None:
     """Consecutive ranges of one dimension; the other dimensions are the same."""
     x = operation.inputs[0]
-    dim = operation.integer("dim") % x.rank
+    dim = int(cast(int | None, operation.arguments["dim"]) or 0) % x.rank
     start = 0
     for output in operation.made:
         _take(maps, x, output, dim, np.arange(start, start + output.shape[dim]))
         start += output.shape[dim]
 
 
-@rule("aten::flip")
+@rule("aten::flip", is_homogeneous=True)
 def flip(maps: Maps, operation: Operation) -> None:
     """Dimensions are read backwards."""
     x, output = operation.value("self"), operation.output
@@ -202,7 +208,8 @@ def _take(maps: Maps, x: Value, output: Value, dim: int, entries: Index) -> None
         maps.part(x, dim, output, dim, entries, np.arange(len(entries)))
 
 
-@rule("aten::select", "aten::unbind")
+@rule("aten::unbind")
+@rule("aten::select", is_homogeneous=True)
 def select(maps: Maps, operation: Operation) -> None:
     """One entry of a dimension, or each by itself; that dimension stays, the others are the same."""
     x = operation.value("self")
@@ -220,13 +227,13 @@ def select(maps: Maps, operation: Operation) -> None:
             axis.kinds = np.minimum(axis.kinds, np.uint8(kind))
 
 
-@rule("aten::constant_pad_nd", "aten::pad")
+@rule("aten::pad", "aten::constant_pad_nd", calls=(F.pad,), arguments="input pad mode value")
 def pad(maps: Maps, operation: Operation) -> None:
     """Constant entries are added at both ends of a dimension, where they stay; other modes copy entries."""
     x, output = operation.inputs[0], operation.output
     amounts = operation.integers("pad")
     kind = CONSTANT if operation.arguments["value"] else ZERO
-    is_constant = operation.arguments.get("mode", "constant") == "constant"
+    is_constant = operation.arguments.get("mode") in (None, "constant")
     for dim, size in enumerate(x.shape):
         start = 2 * (x.rank - 1 - dim)
         before, behind = amounts[start : start + 2] if start < len(amounts) else (0, 0)
@@ -286,8 +293,9 @@ _RESIZES = "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_tr
 
 @rule(
     *(f"aten::{name.format(n=n)}" for name in _POOLS.split() for n in (1, 2, 3)),
-    *(f"aten::{name}" for name in _RESIZES.split()),
+    is_homogeneous=True,
 )
+@rule(*(f"aten::{name}" for name in _RESIZES.split()))
 def pool(maps: Maps, operation: Operation) -> None:
     """Images stay; channels pass, each by itself, and one that is zero or constant is so afterwards."""
     x = operation.inputs[0]
@@ -327,7 +335,8 @@ def gather(maps: Maps, operation: Operation) -> None:
                 maps.fixes(value, d)
 
 
-@rule("aten::index", "aten::index_select")
+@rule("aten::index")
+@rule("aten::index_select", is_homogeneous=True)
 def index(maps: Maps, operation: Operation) -> None:
     """Dimensions that are looked up by tensors of numbers, or by one mask, stay; the others are the same."""
     x, output = operation.value("self"), operation.output

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Maps, rule, runs_as
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Maps, runs_as
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.rules.pointwise import pointwise
 
@@ -17,10 +19,11 @@ def sum_up(maps: Maps, operation: Operation) -> None:
     _reduce(maps, operation, zeros_leave=not is_counted)
 
 
-_NUMBERS = """mean amax amin max min prod any all argmax argmin var std var_mean std_mean logsumexp median nanmedian
+_NUMBERS = """amin max min prod any all argmax argmin var std var_mean std_mean logsumexp median nanmedian
 mode norm count_nonzero aminmax kthvalue"""
 
 
+@rule("aten::mean", "aten::amax", is_homogeneous=True)
 @rule(*(f"aten::{name}" for name in _NUMBERS.split()))
 def reduce(maps: Maps, operation: Operation) -> None:
     """Entries make one number, in which zeros count as well, so that all of them stay.
@@ -106,7 +109,11 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
     maps.mixes(x, *(dim for dim in range(x.rank) if dim != channel))
 
 
-@rule("aten::instance_norm")
+@rule(
+    "aten::instance_norm",
+    calls=(F.instance_norm,),
+    arguments="input running_mean running_var weight bias use_input_stats momentum eps",
+)
 def instance_norm(maps: Maps, operation: Operation) -> None:
     """Each channel of each example by itself, zeros stay zeros without a bias; images stay."""
     x, output = operation.value("input"), operation.output
@@ -157,7 +164,7 @@ def group_norm(maps: Maps, operation: Operation) -> None:
     _scale(maps, operation, 1)
 
 
-@rule("aten::native_layer_norm")
+@rule("aten::native_layer_norm", size="normalized_shape")
 def layer_norm(maps: Maps, operation: Operation) -> None:
     """Units share a mean and a scale. A unit that is zero may leave a LayerNorm of torch, which then counts it still.
 
@@ -167,7 +174,13 @@ def layer_norm(maps: Maps, operation: Operation) -> None:
     _normalise_units(maps, operation, nn.LayerNorm, operation.value("input"), count)
 
 
-@rule("aten::rms_norm", "aten::_fused_rms_norm")
+@rule(
+    "aten::rms_norm",
+    "aten::_fused_rms_norm",
+    calls=(F.rms_norm,),
+    arguments="input normalized_shape weight eps",
+    size="normalized_shape",
+)
 def rms_norm(maps: Maps, operation: Operation) -> None:
     """Units share a scale. A unit that is zero stays zero, and may leave an RMSNorm of torch, which then counts it."""
     shape = operation.integers("normalized_shape")

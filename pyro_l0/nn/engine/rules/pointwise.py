@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, GateCall, Kinds, Maps, Mask, rule
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, GateCall, Kinds, Maps, Mask
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__ = ["is_pointwise", "pointwise"]
@@ -24,11 +25,12 @@ def is_pointwise(operation: Operation) -> bool:
     return any(torch.Tag.pointwise in getattr(function, "tags", ()) for function in (operation.function, *twins))
 
 
-_NOT_CALLED_SO = """__and__ __or__ _conj abs alias bernoulli clone contiguous detach dropout elu hardsigmoid hardswish
-hardtanh leaky_relu lift_fresh lift_fresh_copy log_sigmoid_forward masked_fill mish native_dropout prelu relu6 softplus
-where _prelu_kernel _to_copy"""
+_HOMOGENEOUS = "relu leaky_relu abs neg clone alias contiguous detach lift_fresh lift_fresh_copy _to_copy"
+_NOT_CALLED_SO = """__and__ __or__ _conj bernoulli dropout elu hardsigmoid hardswish hardtanh log_sigmoid_forward
+masked_fill mish native_dropout prelu relu6 softplus where _prelu_kernel"""
 
 
+@rule(*(f"aten::{name}" for name in _HOMOGENEOUS.split()), is_homogeneous=True)
 @rule(*(f"aten::{name}" for name in _NOT_CALLED_SO.split()))
 def pointwise(maps: Maps, operation: Operation) -> None:
     """Each entry of the output is made of the entries at its position; zeros stay zeros where the function says so.
@@ -160,7 +162,7 @@ def _probe(value: Value, choice: int) -> Tensor:
     return torch.full((1,) if value.shape else (), number, dtype=value.dtype, device=device)
 
 
-@rule("gate")
+@rule("gate", is_homogeneous=True)
 def gate(maps: Maps, operation: Operation) -> None:
     """An open unit is one unit in front and behind. A closed one ends in front, and begins behind as zeros.
 

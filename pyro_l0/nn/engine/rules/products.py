@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from pyro_l0.nn.engine.maps import CONSTANT, ZERO, Axis, Kinds, Maps, Product, Reshape, rule
+from pyro_l0.nn.engine.maps import CONSTANT, ZERO, Axis, Kinds, Maps, Product, Reshape
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__ = ["contract"]
@@ -26,7 +30,7 @@ _PRODUCTS = {  # the factors' names, their dimensions, and those of the result
 }
 
 
-@rule("aten::linear")
+@rule("aten::linear", calls=(F.linear,), arguments="input weight bias")
 def linear(maps: Maps, operation: Operation) -> None:
     """Inputs are summed over; an input leaves if it is zero, or if it is constant and goes into the bias."""
     x, weight = operation.value("input"), operation.value("weight")
@@ -43,7 +47,7 @@ def multiply(maps: Maps, operation: Operation) -> None:
     contract(maps, factors, result, operation.added, folds=result == "mn")
 
 
-@rule("aten::matmul")
+@rule("aten::matmul", calls=(torch.matmul, Tensor.matmul, Tensor.__matmul__), arguments="self other")
 def matmul(maps: Maps, operation: Operation) -> None:
     """Matrix products for every entry of the dimensions in front, such as batch and heads, which are broadcast."""
     one, other = operation.value("self"), operation.value("other")
@@ -55,7 +59,7 @@ def matmul(maps: Maps, operation: Operation) -> None:
     contract(maps, [(one, left), (other, right)], result, folds=other.rank == 2)
 
 
-@rule("aten::bilinear")
+@rule("aten::bilinear", calls=(torch.bilinear,), arguments="input1 input2 weight bias")
 def bilinear(maps: Maps, operation: Operation) -> None:
     """Pairs of inputs are summed over; an input leaves if it is zero."""
     one, other, weight = (operation.value(name) for name in ("input1", "input2", "weight"))
@@ -64,7 +68,7 @@ def bilinear(maps: Maps, operation: Operation) -> None:
     contract(maps, operands, front + "n", operation.maybe("bias"))
 
 
-@rule("aten::einsum")
+@rule("aten::einsum", calls=(torch.einsum,))
 def einsum(maps: Maps, operation: Operation) -> None:
     """What the equation says: letters of the result pass, the others are summed over."""
     equation, operands = operation.args[0], operation.inputs
@@ -154,7 +158,7 @@ def _add(maps: Maps, bias: Value, output: Value) -> None:
         maps.set_kind(output, max(maps.kind(output), maps.kind(bias)))
 
 
-@rule("aten::convolution", "aten::_convolution")
+@rule("aten::convolution", "aten::_convolution", size="groups")
 def convolution(maps: Maps, operation: Operation) -> None:
     """Input channels are summed over, group by group; images and kernels stay.
 
@@ -248,6 +252,8 @@ def softmax(maps: Maps, operation: Operation) -> None:
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
+    calls=(F.scaled_dot_product_attention,),
+    arguments="query key value attn_mask dropout_p is_causal scale enable_gqa",
 )
 def attention(maps: Maps, operation: Operation) -> None:
     """Heads pass; features of values pass; those of queries and keys stay, since their number sets the scale.

@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+import torch
 
-from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps, Product, rule
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps, Product
+from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 
 __all__: list[str] = []
 
 
-@rule("recurrent")
+_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+@rule("recurrent", calls=tuple(getattr(torch, kind) for kind in _KINDS))
 def recurrent(maps: Maps, operation: Operation) -> None:
     """A layer has one size, so that hidden units of one number leave together from all its layers and directions.
 
@@ -39,7 +44,7 @@ def recurrent(maps: Maps, operation: Operation) -> None:
         _read(maps, (of_input, 1))
 
 
-@rule("recurrent_cell")
+@rule("recurrent_cell", calls=tuple(getattr(torch, f"{kind}_cell") for kind in _KINDS))
 def cell(maps: Maps, operation: Operation) -> None:
     """A hidden unit leaves where the given state is zero, as behind a closed gate, and what is returned is not read."""
     args = (*operation.args, *operation.kwargs.values())
@@ -52,7 +57,13 @@ def cell(maps: Maps, operation: Operation) -> None:
     _read(maps, (states[0], -1), (cast(Value, of_hidden), 1))
 
 
-@rule("aten::_pack_padded_sequence", "aten::_pad_packed_sequence")
+@rule("aten::_pack_padded_sequence", is_homogeneous=True)
+@rule(
+    "aten::_pad_packed_sequence",
+    calls=(torch._VF._pad_packed_sequence,),
+    arguments="input batch_sizes first padding_value",
+    is_homogeneous=True,
+)
 def pack(maps: Maps, operation: Operation) -> None:
     """Examples and times stay; features pass."""
     x, output = operation.inputs[0], operation.output
