@@ -14,11 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyro_l0 import prune
+from pyro_l0 import HardConcrete, prune
 from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import (
+    Gate,
     L0Gate,
     NetworkGates,
     fix_gates,
@@ -198,3 +199,15 @@ def test_the_same_object_under_a_budget_and_through_prune(name):
     assert multiply_adds(small, x) <= 0.6 * full
     expected = fix_gates(gated, budget.gates.test_gates()).eval()(x)
     torch.testing.assert_close(small.eval()(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_of_units_has_its_gate():
+    """The same layer, with the arguments in the order of a model; its gates start alike."""
+    gate, other = Gate(8, 1), L0Gate(8, dim=1, init_jitter=0.0)
+    assert isinstance(gate, L0Gate)
+    assert gate.state_dict().keys() == other.state_dict().keys()
+    for name, value in gate.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=0, atol=0)
+    assert Gate(8, prior=HardConcrete(1.0)).prior.log_alpha.tolist() == [1.0] * 8
+    gated = insert_gates(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"1": Gate(8)})
+    assert [type(x) for x in gated.modules() if isinstance(x, L0Gate)] == [Gate]

@@ -179,5 +179,6 @@ def test_restarts_that_disagree_are_not_ok():
         warnings.simplefilter("always")
         result = fit(model, guide, seed=0, restarts=4, num_particles=16)
     assert not result.ok
+    assert not result.converged
     assert any("Restarts disagree" in str(x.message) or "the guide misses" in str(x.message) for x in caught)
     assert any("gates='autoregressive' with slabs='structured'" in str(x.message) for x in caught)
