@@ -43,7 +43,7 @@ class GradientReport:
 
     @property
     def bias(self) -> Tensor:
-        """Mean minus the exact gradient, shape ``(n,)``; compare it with :attr:`standard_error`."""
+        """Mean minus the exact gradient, shape ``(n,)``; compare it with ``standard_error``."""
         assert self.exact is not None, "measure_gradient has to be called with exact=True"
         return self.mean - self.exact
 
