@@ -97,9 +97,7 @@ def _train_open(network: nn.Module, images: Images, options: Options) -> None:
     """Train a network whose gates are all open, in place."""
     opened = fix_gates(network, _ones(network))
     _train(opened, images, options)
-    with torch.no_grad():
-        for mine, theirs in zip(network.parameters(), opened.parameters(), strict=True):
-            mine.copy_(theirs)
+    network.load_state_dict(opened.state_dict(), strict=False)  # the gates have parameters of their own
 
 
 def _train(network: nn.Module, images: Images, options: Options) -> None:
