@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -50,13 +50,10 @@ class Budget:
         intermediate: the limits on the way to a single one.
         total: costs of the full network, shape ``(k,)``.
         smallest: costs of the smallest network over those of the full one, shape ``(k,)``.
-        minimums: by site, how many of its gates stay open before others close; :meth:`check` finds them.
 
     Raises:
         ValueError: a budget is outside (0, 1), or has no cost of its name; budgets do not fall; a site is unknown.
     """
-
-    minimums: dict[str, int]
 
     def __init__(
         self,
@@ -118,8 +115,8 @@ class Budget:
         return bool((self.smallest <= fraction * self.final * (1 + _ROUNDING)).all())
 
     def check(self) -> None:
-        """Raise a BudgetTooSmallError if even the smallest network does not meet the budget; find the minimums."""
-        self.minimums = self._minimums()  # now, as a cost may soon be that of a network that has shrunk
+        """Raise a BudgetTooSmallError if even the smallest network does not meet the budget."""
+        _ = self.minimums  # found now, as a cost may soon be that of a network that has shrunk
         if self.is_within():
             return
         needed = {name: round(x, 4) for name, x in zip(self.names, self.smallest.tolist(), strict=True)}
@@ -131,7 +128,9 @@ class Budget:
             "Give a larger budget, or gates for more of the network."
         )
 
-    def _minimums(self) -> dict[str, int]:
+    @cached_property
+    def minimums(self) -> dict[str, int]:
+        """How many gates of each site stay open before others close."""
         found = dict.fromkeys(self.sizes, 0.0)
         for k, site in enumerate(self.sites):
             low, high = 0.0, 1.0
