@@ -35,7 +35,7 @@ def doubts(error: float, remedy: str) -> tuple[str, ...]:
     """A sentence on an error that is unknown or too large, with what to do; none if it is small."""
     if error <= MOST_ERROR:
         return ()
-    said = "is unknown" if math.isnan(error) else f"is {error:.3f}, where at most {MOST_ERROR} is accepted"
+    said = "is unknown" if math.isnan(error) else f"is {error:.2f}, where at most {MOST_ERROR} is accepted"
     return (f"The standard error of an inclusion probability {said}: {remedy}",)
 
 
