@@ -242,17 +242,17 @@ def record_run(
         error.add_note(f"The {what} failed at step {step}, after these sites.\n{seen.format_shapes()}")
         raise
     if values is not None and not any(map(is_likelihood, record.sites.values())):
-        refuse_without_likelihood(program, record.sites, returned, args, kwargs)
+        refuse_without_likelihood(program, record.sites, returned, args, kwargs, is_first=step == 0)
     return record
 
 
 def refuse_without_likelihood(
-    model: Program, sites: Mapping[str, Site], returned: object, args: Args, kwargs: Kwargs
+    model: Program, sites: Mapping[str, Site], returned: object, args: Args, kwargs: Kwargs, is_first: bool
 ) -> None:
     """Refuse a model without a likelihood that seems meant to have one: its loss would be the price of its gates alone.
 
     A model that takes no data, calls no network and returns no more than its draws may be meant as a prior. Whether it
-    calls one shows in a further run.
+    calls one shows in a further run, in the first step alone.
     """
     found = None
     for x in _leaves(returned):
@@ -261,7 +261,7 @@ def refuse_without_likelihood(
             found = f"returns {what}; what a model returns is no part of the loss"
     if found is None and any(isinstance(x, Tensor) for x in _leaves([args, kwargs])):
         found = "is given data"
-    if found is None:
+    if found is None and is_first:
         with Record(sites), _Parameters() as taken:
             model(*args, **kwargs)
         if taken.found:

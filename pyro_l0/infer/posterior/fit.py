@@ -64,7 +64,7 @@ class Fit(Trust):
 
     @property
     def log_evidence(self) -> float:
-        """The best estimate of the log evidence in nats; a lower bound on average."""
+        """The importance-weighted bound in nats, tighter than the evidence lower bound where no rows are drawn."""
         return self.evidence.importance_weighted
 
 
