@@ -207,8 +207,9 @@ class FitCheck(Trust):
     """What :func:`~pyro_l0.infer.check_fit` finds; ``print`` shows it as a table.
 
     Attributes:
-        active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired.
-        error: largest standard error of these; NaN where the check can't tell them.
+        active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired as far as short
+            chains from its draws went, which may be a part of the way where it is wrong.
+        error: largest standard error of these, by how much the chains differ; NaN where the check can't tell them.
         problems: what of the guide's summary is wrong or unchecked, and what to do, in sentences.
         evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
         sites: what was found of each site.
@@ -390,7 +391,8 @@ def _problems(rows: list[_Row], is_joint: bool, weights: str) -> tuple[str, ...]
     if any(row["check"] == 2 for row in gates):
         said.append(
             f"Inclusion probabilities move by up to {abs(most['found'] - most['guide']):.2f} ({most['']} from "
-            f"{most['guide']:.2f} to {most['found']:.2f} by {most['by']}): the guide misses a part of the posterior."
+            f"{most['guide']:.2f} to {most['found']:.2f} by {most['by']}): the guide misses a part of the posterior, "
+            "and chains that start from it may not have found all of that."
         )
     if wrong:
         first = "{} is {found:.2f} ± {found_sd:.2f}, in the guide {guide:.2f} ± {guide_sd:.2f}".format(
