@@ -21,12 +21,17 @@ from tests.selection.families import design_of
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
 
 
-def test_a_constant_feature_leaves_the_others_alone():
-    """Its inclusion probability and coefficient are zero, a warning names it, and the rate does not count it."""
+@pytest.mark.parametrize("standardize", [True, False])
+@pytest.mark.parametrize("value", [4.0, 0.1])
+def test_a_constant_feature_leaves_the_others_alone(value, standardize):
+    """Its inclusion probability and coefficient are zero, a warning names it, and the rate does not count it.
+
+    Rounding would leave .1, eighty times, with a deviation.
+    """
     x, y = data(SpikeSlabRegressor)
     with pytest.warns(UserWarning, match="inclusion probability and the coefficient of 'x1' are 0"):
-        model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, 4.0, axis=1), y)
-    alone = SpikeSlabRegressor(random_state=0).fit(x, y)
+        model = SpikeSlabRegressor(standardize=standardize, random_state=0).fit(np.insert(x, 1, value, axis=1), y)
+    alone = SpikeSlabRegressor(standardize=standardize, random_state=0).fit(x, y)
     np.testing.assert_array_equal(np.delete(model.pip_, 1), alone.pip_)
     assert model.pip_[1] == model.coef_[1] == model.coef_sd_[1] == 0.0
     assert not model.sample(100)["gates"][:, 1].any()

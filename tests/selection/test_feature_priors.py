@@ -1,25 +1,19 @@
 """Rates of one's own and features that are always in, against sums over all gates that share no code with ours."""
 
 import itertools
-from functools import cache
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from scipy import special, stats
 from scipy.sparse import csr_array
 
 from pyro_l0.selection import (
-    SpikeSlabBinomialRegressor,
     SpikeSlabClassifier,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
-from pyro_l0.selection.methods import exact_chains
-from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
-from tests.selection.families import design_of
-from tests.selection.methods.closed_start import closed
+from tests.selection.references import by_densities
 
 NOISE, SLAB = 0.8, 0.6
 KNOWN = {"noise_scale": NOISE, "slab_scale": SLAB, "standardize": False, "random_state": 0}
@@ -33,35 +27,8 @@ def numbers(n=24, seed=0):
     return x, 2 + 0.4 * x[:, 0] + 1.5 * x[:, 1] - 0.4 * x[:, 2] + x[:, 4] + NOISE * rng.normal(size=n)
 
 
-def normal_by_covariances(x, y, rates, scale, gate_of=None):
-    """Inclusion probabilities, means and deviations of the coefficients, and the log evidence.
-
-    The evidence of gates is the density of the part of y that is orthogonal to all columns with flat priors.
-    """
-    gate_of = np.arange(x.shape[1]) if gate_of is None else np.array(gate_of)
-    rates, n = np.array(rates), len(y)
-    is_in = rates[gate_of] == 1
-    flat = np.hstack([np.ones((n, 1)), x[:, is_in & (scale is None)]])
-    rest = np.linalg.svd(flat)[0][:, np.linalg.matrix_rank(flat) :]
-    variances = np.where(is_in, np.inf if scale is None else (scale * NOISE) ** 2, SLAB**2)
-    centred = x - x.mean(0)
-    rows = []
-    for z in itertools.product([0, 1], repeat=len(rates)):
-        on = np.array(z, dtype=bool)[gate_of]
-        if (is_in & ~on).any():
-            continue
-        seen = rest.T @ x[:, on & np.isfinite(variances)]
-        spread = (seen * variances[on & np.isfinite(variances)]) @ seen.T
-        log = stats.multivariate_normal.logpdf(rest.T @ y, cov=NOISE**2 * np.eye(rest.shape[1]) + spread)
-        log += sum(np.log(r if k else 1 - r) for r, k in zip(rates, z, strict=True) if r < 1)
-        mean, variance = np.zeros((2, x.shape[1]))
-        covariance = np.linalg.inv(centred[:, on].T @ centred[:, on] / NOISE**2 + np.diag(1 / variances[on]))
-        mean[on], variance[on] = covariance @ centred[:, on].T @ y / NOISE**2, covariance.diagonal()
-        rows.append((log, z, mean, variance))
-    log, z, mean, variance = map(np.array, zip(*rows, strict=True))
-    probs = special.softmax(log)
-    total = probs @ mean
-    return probs @ z, total, np.sqrt(probs @ (variance + mean**2) - total**2), special.logsumexp(log)
+def reference(x, y, rates, scale, gate_of=None):
+    return by_densities(x, y, np.eye(len(y)), rates, scale, noise=NOISE, slab=SLAB, gate_of=gate_of)
 
 
 @pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
@@ -71,15 +38,16 @@ def test_normal_observations(method, scale, groups):
     """Rates of each feature or group, and two features that are always in; the evidence, too."""
     x, y = numbers()
     rates = RATES if groups is None else [0.3, 1.0, 0.6]
-    pips, mean, sd, log_evidence = normal_by_covariances(x, y, rates, scale, groups)
+    expected = reference(x, y, rates, scale, groups)
+    mean, sd = expected.mean, expected.sd
     model = SpikeSlabRegressor(rate=rates, method=method, groups=groups, always_in_scale=scale, **KNOWN).fit(x, y)
     assert (model.method_, model.noise_scale_, model.slab_scale_) == (method, NOISE, SLAB)
     atol = 1e-9 if method == "enumerate" else 0.02
-    assert ((pips > 0.05) & (pips < 0.95)).any()
-    np.testing.assert_allclose(model.pip_, pips, atol=atol)
+    assert ((expected.pips > 0.05) & (expected.pips < 0.95)).any()
+    np.testing.assert_allclose(model.pip_, expected.pips, atol=atol)
     np.testing.assert_allclose(model.coef_, mean, atol=atol)
     np.testing.assert_allclose(model.coef_sd_, sd, rtol=0.04)
-    assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-8 if method == "enumerate" else 0.05)
+    assert model.log_evidence_ == pytest.approx(expected.log_evidence, abs=1e-8 if method == "enumerate" else 0.05)
     drawn = model.sample(2000)
     assert (np.abs(drawn["coef"].mean(0) - mean) < 5 * sd / np.sqrt(2000)).all()
     np.testing.assert_allclose(drawn["coef"].std(0), sd, rtol=0.15)
@@ -137,7 +105,7 @@ def test_a_wide_sparse_design(monkeypatch):
     x, y = numbers(60)
     options = {"rate": RATES, "method": "tempered", **KNOWN}
     dense, sparse = (SpikeSlabRegressor(**options).fit(a, y) for a in (x, csr_array(x)))
-    np.testing.assert_allclose(sparse.pip_, normal_by_covariances(x, y, RATES, None)[0], atol=0.02)
+    np.testing.assert_allclose(sparse.pip_, reference(x, y, RATES, None).pips, atol=0.02)
     np.testing.assert_allclose(sparse.coef_, dense.coef_, atol=0.01)
 
 
@@ -173,77 +141,6 @@ def test_a_category_that_is_always_in():
     assert model.coef_[2] - model.coef_[1] == pytest.approx(expected[2] - expected[1], abs=0.05)
 
 
-# Other families
-
-
-@cache
-def by_quadrature(kind, rate=0.4, slab=0.7, always=2.0):
-    """P(z = 1) of the first feature, the mean effect of the second, which is always in, and log p(y)."""
-    x, y = confounded(kind)
-    x, grid = x - x.mean(0), np.linspace(-4, 4, 49)
-    a, b, c = np.meshgrid(grid, grid, grid, indexing="ij")
-    eta = np.stack([a, b, c], 3) @ np.stack([np.ones(40), *x.T])
-    if kind is SpikeSlabPoissonRegressor:
-        log = eta @ y - np.exp(eta).sum(3) - special.gammaln(y + 1).sum()
-    else:
-        log = eta @ y - np.logaddexp(0, eta).sum(3)
-    step = np.log(8 / 48)
-    log = log + stats.norm.logpdf(a, scale=10) + stats.norm.logpdf(c, scale=always) + 2 * step
-    closed = log[:, 24] + np.log1p(-rate)
-    opened = log + stats.norm.logpdf(b, scale=slab) + step + np.log(rate)
-    total = np.logaddexp(special.logsumexp(closed), special.logsumexp(opened))
-    mean = (np.exp(closed - total) * c[:, 24]).sum() + (np.exp(opened - total) * c).sum()
-    return np.exp(special.logsumexp(opened) - total), mean, total
-
-
-def confounded(kind, n=40, seed=1):
-    """The second feature, which resembles the first, has an effect, and the first one hardly any."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(n, 2))
-    x[:, 0] += x[:, 1]
-    eta = 0.3 * x[:, 0] + 0.9 * x[:, 1]
-    y = rng.poisson(np.exp(0.5 * eta)) if kind is SpikeSlabPoissonRegressor else rng.random(n) < special.expit(eta)
-    return x, np.asarray(y, dtype=np.float64)
-
-
-FAMILIES = [SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabBinomialRegressor]
-
-
-@pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_other_families(kind, method):
-    """Beside the intercept, by Laplace's approximation, and by chains that start from it."""
-    x, y = confounded(kind)
-    pip, mean, log_evidence = by_quadrature(kind)
-    options = {"slab_scale": 0.7, "standardize": False, "method": method, "random_state": 0}
-    model = kind(rate=[0.4, 1.0], always_in_scale=2.0, **options).fit(x, y)
-    assert 0.1 < pip < 0.9
-    np.testing.assert_allclose(model.pip_, [pip, 1.0], atol=0.02)
-    coef, sd = (np.ravel(part)[1] for part in (model.coef_, model.coef_sd_))
-    assert coef == pytest.approx(mean, abs=0.1 * sd)
-    assert model.log_evidence_ == pytest.approx(log_evidence, abs=0.05)
-    assert (np.ravel(model.sample(500)["coef"][..., 1]) != 0).all()
-    assert abs(kind(rate=0.4, **options).fit(x[:, :1], y).pip_[0] - pip) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("kind", "family", "chains"),
-    [(SpikeSlabClassifier, "bernoulli", AugmentedChains), (SpikeSlabPoissonRegressor, "poisson", JumpingChains)],
-)
-@torch.no_grad()
-def test_exact_chains(kind, family, chains, monkeypatch):
-    """Of both kinds, from closed gates, against quadrature; five standard errors."""
-    monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
-    x, y = confounded(kind)
-    known = {"slab_scale": 0.7, "always_in_scale": 2.0, "standardize": False}
-    design = design_of(x, y, family, rate=np.array([0.4, 1.0]), **known)
-    found = design.posterior(closed(chains, design.problem).posterior(0.0, 1000, 0.0), 0)
-    pip, mean, _ = by_quadrature(kind)
-    assert found.error[0] < 0.03
-    assert abs(found.active_probs[0] - pip) < 5 * found.error[0] + 1e-3
-    assert found.mean[1, 0] == pytest.approx(mean, abs=0.15 * found.sd[1, 0])
-
-
 @pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
 def test_three_classes(method, monkeypatch):
     """Whose feature that is always in has a coefficient for each: a very wide slab of a rate near 1 is the same."""
@@ -273,22 +170,14 @@ def test_rates_of_their_own_in_chains():
 # What the estimators make of it
 
 
-@pytest.mark.parametrize("kind", [SpikeSlabRegressor, SpikeSlabPoissonRegressor])
-def test_all_features_always_in(kind):
+def test_all_features_always_in():
     """A plain Bayesian regression: that of least squares and its covariance, where noise is known."""
     x, y = numbers(40)
-    if kind is SpikeSlabPoissonRegressor:
-        x, y = confounded(kind)
-        model = kind(rate=1, always_in_scale=2.0, random_state=0, standardize=False).fit(x, y)
-        expected = by_quadrature(kind, rate=1 - 1e-12, slab=2.0)
-        assert model.coef_[1] == pytest.approx(expected[1], abs=0.05 * model.coef_sd_[1])
-        assert model.log_evidence_ == pytest.approx(expected[2], abs=0.05)
-    else:
-        model = kind(rate=1.0, noise_scale=NOISE, random_state=0).fit(x, y)
-        centred = x - x.mean(0)
-        np.testing.assert_allclose(model.coef_, np.linalg.lstsq(centred, y - y.mean(), rcond=None)[0], rtol=1e-8)
-        expected = NOISE * np.sqrt(np.linalg.inv(centred.T @ centred).diagonal())
-        np.testing.assert_allclose(model.coef_sd_, expected, rtol=1e-8)
+    model = SpikeSlabRegressor(rate=1.0, noise_scale=NOISE, random_state=0).fit(x, y)
+    centred = x - x.mean(0)
+    np.testing.assert_allclose(model.coef_, np.linalg.lstsq(centred, y - y.mean(), rcond=None)[0], rtol=1e-8)
+    expected = NOISE * np.sqrt(np.linalg.inv(centred.T @ centred).diagonal())
+    np.testing.assert_allclose(model.coef_sd_, expected, rtol=1e-8)
     assert (model.pip_ == 1).all()
     assert model.rate_ == 1
     assert "rate" not in model.sample(3)
@@ -300,10 +189,10 @@ def test_more_confounders_than_observations():
     x, y = numbers(4)
     options = {"rate": 1.0, "noise_scale": NOISE, "standardize": False, "random_state": 0}
     model = SpikeSlabRegressor(always_in_scale=0.7, **options).fit(x, y)
-    _, mean, sd, log_evidence = normal_by_covariances(x, y, np.ones(5), 0.7)
-    np.testing.assert_allclose(model.coef_, mean, atol=1e-8)
-    np.testing.assert_allclose(model.coef_sd_, sd, rtol=1e-6)
-    assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-4)  # the slab scale has a grid
+    expected = reference(x, y, np.ones(5), 0.7)
+    np.testing.assert_allclose(model.coef_, expected.mean, atol=1e-8)
+    np.testing.assert_allclose(model.coef_sd_, expected.sd, rtol=1e-6)
+    assert model.log_evidence_ == pytest.approx(expected.log_evidence, abs=1e-4)  # the slab scale has a grid
     with pytest.raises(ValueError, match=r"take 4 of 4; set always_in_scale"):
         SpikeSlabRegressor(**options).fit(x, y)
 

@@ -12,6 +12,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pyro_l0.selection import SpikeSlabRegressor
+from tests.selection.references import by_densities
 
 N, NOISE, SLAB = 24, 0.7, 0.6
 RATES = [0.3, 0.4, 0.2, 0.5]
@@ -35,36 +36,15 @@ def data(covariance, seed=0, p=4):
     return x, 2 + 0.4 * x[:, 0] + x[:, 1] + noise
 
 
-def by_densities(x, y, covariance, rates=RATES, always=None, intercept=True, noise=NOISE, slab=SLAB):
-    """Inclusion probabilities, means, the intercept's mean and deviation, and the log evidence.
+def reference(x, y, covariance, rates=RATES, always=None, *, noise=NOISE, slab=SLAB, **options):
+    return by_densities(x, y, covariance, rates, always, noise=noise, slab=slab, **options)
 
-    The evidence of gates is the density of the part of y that is orthogonal to all columns with flat priors.
-    """
-    rates, constant = np.array(rates), np.ones((len(y), int(intercept)))
-    is_in = rates == 1
-    flat = np.hstack([constant, x[:, is_in & (always is None)]])
-    rest = linalg.null_space(flat.T) if flat.size else np.eye(len(y))
-    variances = np.where(is_in, np.inf if always is None else (always * noise) ** 2, slab**2)
-    rows = []
-    for z in itertools.product([0, 1], repeat=len(rates)):
-        on = np.array(z, dtype=bool)
-        if (is_in & ~on).any():
-            continue
-        seen = rest.T @ x[:, on & np.isfinite(variances)]
-        spread = (seen * variances[on & np.isfinite(variances)]) @ seen.T
-        log = stats.multivariate_normal.logpdf(rest.T @ y, cov=noise**2 * rest.T @ covariance @ rest + spread)
-        log += sum(np.log(r if k else 1 - r) for r, k in zip(rates, z, strict=True) if r < 1)
-        columns, precision = np.hstack([constant, x[:, on]]), np.linalg.inv(covariance) / noise**2
-        prior = np.diag(np.r_[np.zeros(int(intercept)), 1 / variances[on]])
-        spread = np.linalg.inv(columns.T @ precision @ columns + prior)
-        found = spread @ columns.T @ precision @ y
-        mean = np.zeros(x.shape[1])
-        mean[on] = found[int(intercept) :]
-        rows.append((log, z, mean, found[0] if intercept else 0.0, spread[0, 0] if intercept else 0.0))
-    log, z, mean, middle, variance = map(np.array, zip(*rows, strict=True))
-    probs = special.softmax(log)
-    deviation = np.sqrt(probs @ (variance + middle**2) - (probs @ middle) ** 2)
-    return probs @ z, probs @ mean, probs @ middle, deviation, special.logsumexp(log)
+
+def assert_exact(model, expected):
+    np.testing.assert_allclose(model.pip_, expected.pips, atol=1e-9)
+    np.testing.assert_allclose(model.coef_, expected.mean, atol=1e-9)
+    assert model.intercept_ == pytest.approx(expected.intercept, abs=1e-8)
+    assert model.log_evidence_ == pytest.approx(expected.log_evidence, abs=1e-8)
 
 
 @pytest.mark.parametrize("name", COVARIANCES)
@@ -76,26 +56,23 @@ def test_known_scales(name, intercept, always):
     x, y = data(covariance)
     rates = RATES if always == "none" else [0.3, 1.0, 0.2, 0.5]
     scale = None if always == "none" else always
-    pips, mean, middle, deviation, log_evidence = by_densities(x, y, covariance, rates, scale, intercept)
-    assert ((pips > 0.02) & (pips < 0.98)).any()
+    expected = reference(x, y, covariance, rates, scale, intercept=intercept)
+    assert ((expected.pips > 0.02) & (expected.pips < 0.98)).any()
     options = KNOWN | {"rate": rates, "always_in_scale": scale, "fit_intercept": intercept}
     for given in (covariance, np.linalg.cholesky(covariance)):
         model = SpikeSlabRegressor(**options).fit(x, y, noise_covariance=given)
-        np.testing.assert_allclose(model.pip_, pips, atol=1e-9)
-        np.testing.assert_allclose(model.coef_, mean, atol=1e-9)
-        assert model.intercept_ == pytest.approx(middle, abs=1e-8)
-        assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-8)
+        assert_exact(model, expected)
         # Of 2,000 draws: five standard errors.
-        assert model.draws_.intercept.std() == pytest.approx(deviation, rel=5 / np.sqrt(4000))
+        assert model.draws_.intercept.std() == pytest.approx(expected.intercept_sd, rel=5 / np.sqrt(4000))
 
 
 @pytest.mark.slow
 def test_sampled_gates():
     x, y = data(AR)
     model = SpikeSlabRegressor(rate=RATES, method="tempered", **KNOWN).fit(x, y, noise_covariance=AR)
-    pips, mean, *_ = by_densities(x, y, AR)
-    np.testing.assert_allclose(model.pip_, pips, atol=0.02)
-    np.testing.assert_allclose(model.coef_, mean, atol=0.02)
+    expected = reference(x, y, AR)
+    np.testing.assert_allclose(model.pip_, expected.pips, atol=0.02)
+    np.testing.assert_allclose(model.coef_, expected.mean, atol=0.02)
 
 
 def test_unknown_scales():
@@ -110,7 +87,7 @@ def test_unknown_scales():
     log, pips = [], []
     for a, b in itertools.product(of_noise, of_slab):
         noise, slab = unit * np.exp(a), spread * np.exp(b)
-        found = by_densities(x, y, covariance, [0.3, 0.6], noise=noise, slab=slab)
+        found = reference(x, y, covariance, [0.3, 0.6], noise=noise, slab=slab)
         prior = stats.halfcauchy.logpdf(np.exp(a)) + a + stats.halfnorm.logpdf(np.exp(b)) + b
         log.append(found[-1] + prior)
         pips.append(found[0])
@@ -170,15 +147,6 @@ def test_the_unit_of_a_flat_feature_changes_nothing():
     assert tiny.log_evidence_ == pytest.approx(model.log_evidence_, abs=1e-8)
 
 
-def test_variances_alone():
-    x, y = data(AR)
-    pips, mean, middle, _, log_evidence = by_densities(x, y, np.diag(UNEQUAL))
-    model = SpikeSlabRegressor(rate=RATES, **KNOWN).fit(x, y, noise_covariance=UNEQUAL)
-    np.testing.assert_allclose(model.pip_, pips, atol=1e-9)
-    np.testing.assert_allclose(model.coef_, mean, atol=1e-9)
-    assert (model.intercept_, model.log_evidence_) == pytest.approx((middle, log_evidence), abs=1e-8)
-
-
 def test_forms_of_features():
     """Sparse ones, dummies of a factor, an offset, and the last step of a pipeline."""
     x, y = data(AR)
@@ -236,17 +204,17 @@ def test_refusals(covariance, message):
 
 
 def test_what_the_messages_say_works():
-    """An upper factor, a diagonal matrix, a singular one, and weights."""
+    """An upper factor, variances alone, a singular one, and weights."""
     x, y = data(AR)
     precise = AR / np.sqrt(np.outer(UNEQUAL, UNEQUAL))
     for given, covariance in (
         (linalg.cholesky(AR).T, AR),
-        (np.diag(UNEQUAL).diagonal(), np.diag(UNEQUAL)),
+        (UNEQUAL, np.diag(UNEQUAL)),
         (SINGULAR + 0.1 * np.eye(N), SINGULAR + 0.1 * np.eye(N)),
         (precise, precise),
     ):
         model = SpikeSlabRegressor(rate=RATES, **KNOWN).fit(x, y, noise_covariance=given)
-        np.testing.assert_allclose(model.pip_, by_densities(x, y, covariance)[0], atol=1e-9)
+        assert_exact(model, reference(x, y, covariance))
     with pytest.raises(ValueError, match=re.escape("divide the covariance by np.sqrt(np.outer(w, w)) instead")):
         model.fit(x, y, UNEQUAL, noise_covariance=AR)
 

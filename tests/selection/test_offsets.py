@@ -1,9 +1,7 @@
 """Offsets, exposure and trials against differences, quadrature and repeated rows."""
 
 import numpy as np
-import pandas as pd
 import pytest
-import torch
 from scipy import special, stats
 from sklearn import config_context
 from sklearn.metrics import accuracy_score, r2_score
@@ -15,11 +13,7 @@ from pyro_l0.selection import (
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
-from pyro_l0.selection.methods import exact_chains
-from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
-from tests.selection.families import design_of
 from tests.selection.fitted import three_classes
-from tests.selection.methods.closed_start import closed
 
 KNOWN = {"slab_scale": 0.7, "rate": 0.4, "standardize": False}
 
@@ -37,51 +31,7 @@ def offset_data(kind, n=40, strength=0.35, seed=2):
     return x[:, None], rng.binomial(1, special.expit(eta)).astype(float), offset
 
 
-def by_quadrature(kind, x, y, offset, trials=1):
-    """The probability that the one feature has an effect, on a grid of intercepts and coefficients."""
-    x, offset = x[:, 0] - np.average(x[:, 0]), offset - offset.mean()
-    a, b = np.linspace(-8, 8, 321)[:, None, None], np.linspace(-5, 5, 201)[:, None]
-    eta = a + b * x + offset
-    if kind is SpikeSlabPoissonRegressor:
-        log = stats.poisson.logpmf(y, np.exp(eta)).sum(-1)
-    else:
-        log = stats.binom.logpmf(y, trials, special.expit(eta)).sum(-1)
-    log = log + stats.norm.logpdf(a, scale=10.0)[..., 0]
-    closed = special.logsumexp(log[:, 100]) + np.log(16 / 320)
-    opened = special.logsumexp(log + stats.norm.logpdf(b.T, scale=0.7)) + np.log(16 / 320) + np.log(10 / 200)
-    both = np.logaddexp(np.log(0.4) + opened, np.log(0.6) + closed)
-    return np.exp(np.log(0.4) + opened - both), both
-
-
 NOT_NORMAL = [SpikeSlabPoissonRegressor, SpikeSlabClassifier, SpikeSlabBinomialRegressor]
-
-
-@pytest.mark.parametrize("method", ["enumerate", pytest.param("tempered", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", NOT_NORMAL)
-def test_quadrature(kind, method):
-    """Without the offset, the probability would be far away."""
-    x, y, offset = offset_data(kind)
-    pip, log_evidence = by_quadrature(kind, x, y, offset)
-    model = kind(method=method, random_state=0, **KNOWN).fit(x, y, offset=pd.Series(offset))
-    assert 0.1 < pip < 0.9
-    assert model.pip_[0] == pytest.approx(pip, abs=0.02)
-    assert model.log_evidence_ == pytest.approx(log_evidence, abs=0.05)
-    assert abs(kind(method=method, random_state=0, **KNOWN).fit(x, y).pip_[0] - pip) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("kind", "family", "chains"),
-    [(SpikeSlabClassifier, "bernoulli", AugmentedChains), (SpikeSlabPoissonRegressor, "poisson", JumpingChains)],
-)
-@torch.no_grad()
-def test_exact_chains(kind, family, chains, monkeypatch):
-    """Of both kinds, from closed gates, against quadrature; five standard errors."""
-    monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
-    x, y, offset = offset_data(kind)
-    problem = design_of(x, y, family, offset=offset[:, None], **KNOWN).problem
-    found = closed(chains, problem).posterior(0.0, 100, 0.0)
-    assert found.error[0] < 0.03
-    assert abs(found.active_probs[0] - by_quadrature(kind, x, y, offset)[0]) < 5 * found.error[0] + 1e-3
 
 
 def test_normal_observations_less_the_offset():
@@ -182,17 +132,6 @@ def test_trials_are_rows(method):
     choices = (weight * np.log(special.comb(trials, successes))).sum()
     assert model.log_evidence_ == pytest.approx(single.log_evidence_ + choices, abs=5 * atol)
     np.testing.assert_allclose(model.predict(x), single.predict_proba(x)[:, 1], atol=0.02)
-
-
-def test_few_trials_by_quadrature():
-    """With an offset and two trials each, by the default method."""
-    rng = np.random.default_rng(3)
-    x, offset = rng.normal(size=(25, 1)), rng.normal(size=25)
-    y = rng.binomial(2, special.expit(offset + 0.4 * x[:, 0]))
-    model = SpikeSlabBinomialRegressor(random_state=0, **KNOWN).fit(x, y, trials=2, offset=offset)
-    pip, log_evidence = by_quadrature(SpikeSlabBinomialRegressor, x, y, offset, trials=2)
-    assert model.pip_[0] == pytest.approx(pip, abs=0.02)
-    assert model.log_evidence_ == pytest.approx(log_evidence, abs=0.05)
 
 
 def test_what_arviz_gets_of_trials():

@@ -72,11 +72,6 @@ def test_subsampled_plates():
         with pyro.plate("data", len(X), **options) as i:
             pyro.sample("y", dist.Normal((z * w) @ X[i].mT, 1.0), obs=Y[i])
 
-    with pytest.raises(
-        ValueError,
-        match=r"plate 'data' draws a part .*hand the part on by .* or fit a mean",
-    ):
-        correlated(lambda: of_minibatches(subsample_size=5))()
     with pytest.raises(ValueError, match=r"plate 'features' draws a part of the data anew\. .*AutoSpikeSlab\(model"):
         correlated(lambda: model(size=4, subsample_size=2))()
     half = correlated(lambda: of_minibatches(subsample=torch.arange(10)))

@@ -192,21 +192,6 @@ def test_density_is_pyros():
     torch.testing.assert_close(torch.autograd.grad(record(a), a), torch.autograd.grad(posterior.potential(b), b))
 
 
-def branching():
-    z = pyro.sample("z", BernoulliGate(probs=0.5))
-    pyro.sample("y", dist.Normal(1.0 if z > 0 else 0.0, 1.0), obs=torch.tensor(0.5))
-
-
-def subsampled():
-    z = pyro.sample("z", BernoulliGate(probs=0.5))
-    with pyro.plate("rows", 10, subsample_size=3):
-        pyro.sample("y", dist.Normal(z, 1.0), obs=torch.zeros(3))
-
-
-def too_many():
-    pyro.sample("z", BernoulliGate(probs=torch.full((13,), 0.5)).to_event(1))
-
-
 def impossible():
     w = pyro.sample("w", dist.Normal(0.0, 1.0))
     pyro.factor("never", w - math.inf)
@@ -215,9 +200,6 @@ def impossible():
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (branching, {}, r"gates at \['z'\] at once, under torch.vmap, but .*\.item\(\)"),
-        (subsampled, {}, r"plate 'rows' draws a part of the data anew.*Leave subsample_size out"),
-        (too_many, {}, r"at most 12 BernoulliGate gates.*got 13 at \['z'\].*one_given_active=0.9.*AutoSpikeSlab"),
         (impossible, {}, r"finite log density somewhere.*\['w'\]"),
         (impossible, {"num_chains": 1}, r"num_chains of at least 2, but got 1"),
     ],
