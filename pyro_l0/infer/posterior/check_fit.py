@@ -207,8 +207,8 @@ class FitCheck(Trust):
     """What :func:`~pyro_l0.infer.check_fit` finds; ``print`` shows it as a table.
 
     Attributes:
-        active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired as far as short
-            chains from its draws went, which may be a part of the way where it is wrong.
+        active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired as far as
+            short chains from its draws went, which may be a part of the way where it is wrong.
         error: largest standard error of these, by how much the chains differ; NaN where the check can't tell them.
         problems: what of the guide's summary is wrong or unchecked, and what to do, in sentences.
         evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
