@@ -1,5 +1,6 @@
 """Ways to train and kinds of data that users bring."""
 
+import warnings
 from collections import UserDict
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from pyro_l0 import prune
 from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
@@ -287,6 +289,26 @@ def test_progress_and_history(capsys):
     assert seen[-1]["error"] == 0.5
     fractions = [entry["fraction"] for entry in seen]
     assert fractions == sorted(fractions, reverse=True)
+
+
+def test_nothing_is_said_of_a_healthy_run():
+    """No warning where a trained network had enough steps and fine units."""
+    torch.manual_seed(0)
+    x = torch.randn(1200, 8)
+    y = x[:, 0] * x[:, 1] + 0.3 * torch.randn(1200)
+    network = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    optimiser = torch.optim.Adam(network.parameters(), 1e-2)
+    for _ in range(300):
+        optimiser.zero_grad()
+        F.mse_loss(network(x[:800]), y[:800]).backward()
+        optimiser.step()
+    loader = DataLoader(TensorDataset(x[:800], y[:800]), 50, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        error = lambda net: float(F.mse_loss(net(x[800:]), y[800:]))  # noqa: E731
+        result = prune(network, F.mse_loss, loader, x[:2], 0.5, epochs=25, training=Training(evaluate=error))
+    assert result.report.notes == ()
+    assert result.network[0].out_features == 32
 
 
 @pytest.mark.parametrize(("batches", "after"), [(20, 5), (400, 100), (450, 150), (600, 210), (2000, 700)])

@@ -119,7 +119,7 @@ def test_posteriors(name, method):
     """By Laplace's approximation, and by chains that start from it."""
     case, (pips, mean, log_evidence) = CASES[name], expected(name)
     model = case.fit(method, case.known)
-    assert ((pips > 0.1) & (pips < 0.9)).any()
+    assert ((pips > 0.1) & (pips < 0.9)).sum() >= len(pips) / 2
     np.testing.assert_allclose(model.pip_, pips, atol=case.atol)
     assert model.log_evidence_ == pytest.approx(log_evidence, abs=case.evidence)
     if "always in" in name:

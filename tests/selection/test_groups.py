@@ -48,6 +48,15 @@ def shops(n=200, seed=1):
     return frame, frame["size"].to_numpy() + effect + rng.normal(size=n)
 
 
+def test_groups_of_one_are_features():
+    """To the bit."""
+    _, x, eta, rng = grouped()
+    y = eta + rng.normal(size=len(eta))
+    plain, single = (SpikeSlabRegressor(groups=g, random_state=0).fit(x, y) for g in (None, np.arange(x.shape[1])))
+    np.testing.assert_array_equal(plain.pip_, single.pip_)
+    np.testing.assert_array_equal(plain.sample(10)["coef"], single.sample(10)["coef"])
+
+
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_what_is_said_of_groups(kind):
     """Selection, support, draws, summary, credible sets, arviz, copies, pickles and pipelines."""

@@ -67,10 +67,6 @@ def sets(**options):
     )
 
 
-def fractions(kind):
-    return kind(random_state=0, slab_scale=1.0).fit(*data(kind), np.full(80, 0.5))
-
-
 def regression(x=X, y=Y, weight=None, offset=None, **options):
     return SpikeSlabRegressor(**options).fit(x, y, weight, offset=offset)
 
@@ -127,8 +123,10 @@ REFUSED = [
     (lambda: regression(weight=np.ones(39)), "weight"),
     (lambda: regression(weight=np.zeros(40)), "at least one non-zero"),
     (lambda: regression(weight=np.full(40, 1 / 40)), "weights that sum to more than 1"),
-    (lambda: fractions(SpikeSlabRegressor).to_arviz(), "Expected whole weights"),
-    (lambda: fractions(SpikeSlabCox), "Expected whole weights to repeat rows by, but some are fractions"),
+    (
+        lambda: SpikeSlabCox().fit(*data(SpikeSlabCox), np.full(80, 0.5)),
+        "Expected whole weights to repeat rows by, but some are fractions",
+    ),
     (lambda: regression(offset=np.ones(39)), "an offset of shape (40,), one for each linear predictor"),
     (lambda: regression(offset=1.0), "but got (); a constant is in the intercept"),
     (lambda: regression(offset=np.full(40, np.nan)), "Input offset contains NaN"),
@@ -152,7 +150,6 @@ REFUSED = [
     (lambda: fitted(SpikeSlabRegressor).interval(-0.5), "but got -0.5"),
     (lambda: fitted(SpikeSlabRegressor).select(2), "but got 2"),
     (lambda: fitted(SpikeSlabRegressor).predict_quantiles(X[:, :4], [1.5]), "must be in the range [0, 1]"),
-    (lambda: fitted(SpikeSlabCox).sample_y(X[:, :4]), "use predict_survival"),
     (lambda: fitted(SpikeSlabRegressor).sample_y(X[:, :4], 0), "n_samples of at least 1, but got 0."),
     (lambda: sets(level=1.5), "Expected level to be between 0 and 1, but got 1.5."),
     (lambda: sets(min_correlation=-0.1), "min_correlation to be between 0 and 1, but got -0.1."),
@@ -165,8 +162,6 @@ REFUSED = [
     (lambda: moments(SQUARE * (2 * np.eye(4) - 1)), "no data have these: XtX has a negative"),
     (lambda: moments(xty=9 * CROSSED), "y @ y would be"),
     (lambda: moments(np.ones((4, 4)), [1.0, 1.0, 1.0, 0.5], 4.0), "times yty, or more, to go with Xty"),
-    (lambda: moments(n="40"), "Expected n to be a number, but got a value of type"),
-    (lambda: z_scores(n=None), "Expected n to be a number, but got a value of type"),
     (lambda: moments(n=2), "Expected n, the number of observations, to be above 2, but got 2."),
     (lambda: moments(X_mean=np.zeros(4)), "Expected X_mean and y_mean both or neither"),
     (lambda: moments(X_mean=0.5, y_mean=0.0), "X_mean of shape (4,), one for each feature, but got ()."),
@@ -194,7 +189,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_refused(call, message):
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("call", [lambda: moments(n="40"), lambda: z_scores(n=None)])
+def test_wrong_types(call):
+    with pytest.raises(TypeError, match="Expected n to be a number, but got a value of type"):
         call()
 
 

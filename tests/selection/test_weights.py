@@ -59,6 +59,17 @@ def test_sampled_rows_are_repeated(kind):
     np.testing.assert_allclose(weighted.pip_, repeated.pip_, atol=1e-6)
 
 
+def test_arviz_repeats_the_rows():
+    """Of whole weights; fractions cannot be repeated."""
+    _, x, eta, rng = grouped(3, 30)
+    weight = rng.integers(0, 3, 30)
+    weighted, repeated = both(SpikeSlabRegressor, eta + rng.normal(size=30), x, weight)
+    found, wanted = (model.to_arviz()["log_likelihood"]["y"].values for model in (weighted, repeated))
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="Expected whole weights"):
+        SpikeSlabRegressor(random_state=0).fit(x, eta, sample_weight=weight + 0.5).to_arviz()
+
+
 @pytest.mark.parametrize(("total", "noise"), [(1.5, None), (1.0, 0.5), (0.3, 0.5)])
 def test_weights_of_a_small_sum(total, noise):
     """Of a known noise scale, or of more than the one observation that an intercept takes; against integrals."""

@@ -1,5 +1,6 @@
 """examples/circuit_edges.py: its table and picture, the transformer's edges, the known circuit, and what is refused."""
 
+import pytest
 import torch
 
 import circuit_edges
@@ -48,3 +49,12 @@ def test_texts_repeat():
         for t in range(24):
             assert repeat[t] == (row[t] in row[:t])
             assert not repeat[t] or following[t] == row[row.index(row[t]) + 1]
+
+
+@pytest.mark.slow
+def test_known_edges_stay(tmp_path):
+    """At twice their number, with less KL than by attribution patching."""
+    results = circuit_edges.main(Options(out=tmp_path))
+    ((kl, known),) = results["gates"][16]
+    assert known in ("7/7", "8/8")
+    assert kl < results["patching"][16][0][0]

@@ -172,6 +172,23 @@ def test_one_coefficient_by_quadrature(family):
     assert math.sqrt(second.item() - first.item() ** 2) == pytest.approx(deviation, rel=0.03)
 
 
+def test_draws_have_the_moments():
+    for family in FAMILIES:
+        problem = problem_of(family, p=3, n=60, rate=(1.0, 1.0))
+        found = enumerate_posterior(problem, draws=3000, seed=1)
+        outputs, error = problem.outputs, 5 / math.sqrt(3000)
+        beta = found.draws.coefficients.toarray().reshape(3000, 3, outputs)
+        np.testing.assert_allclose(beta.mean(0), found.mean, atol=error * found.sd.max())
+        np.testing.assert_allclose(beta.std(0), found.sd, rtol=3 * error)
+        gates = beta != 0
+        assert (gates == gates[:, :, :1]).all()  # K coefficients of a feature share a gate
+        np.testing.assert_allclose(gates[:, :, 0].mean(0), found.active_probs, atol=error / 2)
+        assert np.isnan(found.draws.noise_scale).all()
+        assert found.draws.intercept.shape == (3000, outputs)
+        expected = (1 + gates[:, :, 0].sum(1)).mean() / 5
+        assert found.draws.rate.mean() == pytest.approx(expected, abs=error * found.draws.rate.std())
+
+
 @pytest.mark.parametrize("number", [0, 8])
 def test_a_known_posterior(number):
     """By importance-sampled evidences: their own error is about .002."""

@@ -4,7 +4,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
+import pyro
 import pytest
+import torch
 from sklearn.exceptions import ConvergenceWarning
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
@@ -107,12 +109,20 @@ def test_progress(kind, method, verbose, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_each_method_finds_the_posterior(method):
+def test_each_method_finds_the_posterior_and_nothing_else_changes(method):
+    """With a seed to the bit; Pyro's parameters and the global generators stay as they were."""
     x, y = data()
     scales = {"rate": 0.2, "slab_scale": 0.5, "noise_scale": 1.0}
     exact = SpikeSlabRegressor(method="enumerate", random_state=0, **scales).fit(x, y)
-    found = SpikeSlabRegressor(method=method, random_state=1, **scales).fit(x, y)
-    assert found.method_ == method
-    np.testing.assert_allclose(found.pip_, exact.pip_, atol=0.03)
-    np.testing.assert_allclose(found.coef_, exact.coef_, atol=0.02)
-    assert found.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.05)
+    pyro.param("mine", torch.tensor(3.0))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = (SpikeSlabRegressor(method=method, random_state=1, **scales).fit(x, y) for _ in range(2))
+    assert first.method_ == method
+    assert (torch.get_rng_state() == before).all()
+    assert dict(pyro.get_param_store().items()) == {"mine": torch.tensor(3.0)}
+    assert (first.pip_ == second.pip_).all()
+    assert (first.sample(5)["coef"] == second.sample(5)["coef"]).all()
+    np.testing.assert_allclose(first.pip_, exact.pip_, atol=0.03)
+    np.testing.assert_allclose(first.coef_, exact.coef_, atol=0.02)
+    assert first.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.05)
