@@ -139,6 +139,25 @@ class GibbsRun:
         apart = (self.chain_active_probs - share @ self.chain_active_probs).square()
         return (share.square() @ apart * (chains / (chains - 1 or math.nan))).sqrt()
 
+    def error_of_moves(self) -> Tensor:
+        """As :meth:`standard_error`, if where the chains started says nothing; for chains of one distribution.
+
+        It is larger by sqrt((1 + r) / (1 - r)), as a mean over time is in a series of correlation r: here that of the
+        chains' averages in the halves of the run, over all gates. Chains that stay agree as well as their starts did.
+        """
+        chains, gates = self.chain_active_probs.shape
+        tiny = torch.finfo(self.weights.dtype).tiny
+        halves = [
+            torch.einsum("sc,scg->cg", weights / weights.sum(0).clamp(min=tiny), at.to(weights))
+            for weights, at in zip(
+                self.weights.reshape(-1, chains).chunk(2), self.gates.reshape(-1, chains, gates).chunk(2), strict=True
+            )
+        ]
+        before, after = (half - half.mean(0) for half in halves)
+        spread = (before.square().sum() * after.square().sum()).sqrt()
+        r = ((before * after).sum() / (spread + chains * gates * torch.finfo(spread.dtype).eps)).clamp(min=0.0)
+        return self.standard_error() * ((1 + r) / (1 - r)).sqrt()
+
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Each gate vector once, bool of shape ``(M, G)``, with its weight; the largest weight first."""
         first, group = distinct_rows(self.gates)

@@ -97,6 +97,30 @@ def test_chains_with_noise_of_their_own():
     assert collapsed_mean_field(collapsed, SPARSE, steps=5, generator=seeded(1)).shape == (8,)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_chains_that_stay_know_little(share):
+    """Gates all open or all closed, one half each: chains that start open more often differ less, and say so."""
+    collapsed = CollapsedQuadratic(DenseQuadratic(torch.eye(6).double(), torch.zeros(6).double()), 0.01)
+    together = BetaBinomialGates(0.02, 0.02)
+    start = (torch.arange(256) < share * 256).double()[:, None].expand(-1, 6)
+    options = {"flips": 90, "warm_up": 1 / 3, "start": start, "running": torch.full((6,), 0.9)}
+    run = tempered_gibbs(collapsed, together, generator=seeded(0), **options)
+    off = (run.active_probs - exact(collapsed, together)[0]).abs().max()
+    assert off < 4 * run.error_of_moves().max()
+    assert (off > 5 * run.standard_error().max()) == (share == 0.9)
+    assert run.error_of_moves().max() > 0.05
+
+
+def test_chains_that_move_know_what_they_differ_by():
+    """A lost mode that comes back; the error is hardly larger."""
+    start = vectors(8)[torch.randint(256, (256,), generator=seeded(1))]
+    options = {"flips": 90, "warm_up": 1 / 3, "start": start, "running": torch.full((8,), 0.5)}
+    run = tempered_gibbs(
+        CollapsedQuadratic(CASES["correlated"][0].dense(), 0.5), SPARSE, generator=seeded(0), **options
+    )
+    assert 1.0 <= (run.error_of_moves() / run.standard_error()).max() < 1.4
+
+
 def test_from_given_states():
     """Draws of the posterior stay what they are; a lost mode comes back, within 80 flips."""
     collapsed = CollapsedQuadratic(PAIR.dense(), 0.5)

@@ -209,7 +209,8 @@ class FitCheck(Trust):
     Attributes:
         active_probs: P(z != 0) of every gate by the check, by site and in its shape: the guide's, repaired as far as
             short chains from its draws went, which may be a part of the way where it is wrong.
-        error: largest standard error of these, by how much the chains differ; NaN where the check can't tell them.
+        error: largest standard error of these, by how much the chains differ, and more where they stay near where the
+            guide has them start; NaN where the check can't tell them.
         problems: what of the guide's summary is wrong or unchecked, and what to do, in sentences.
         evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
         sites: what was found of each site.
@@ -296,7 +297,9 @@ def _by_chains(
     if not quadratic:
         run = reweighted(run, log_likelihood, collapsed.quadratic)
     is_held = not quadratic and local_latents(collapsed.others, *model_runs(model, args, kwargs, guide.slab))
-    return collapsed.gates.apart(run.active_probs), collapsed.gates.apart(run.standard_error()), bool(is_held)
+    # It is the starts that are to be checked.
+    error = run.error_of_moves() if collapsed.quadratic.chains is None else run.standard_error()
+    return collapsed.gates.apart(run.active_probs), collapsed.gates.apart(error), bool(is_held)
 
 
 @torch.no_grad()
@@ -328,10 +331,10 @@ def checked(
         wide = weighed(2 * n) if others else {**of_guide, _RATIO: ratios}
     weights = wide.pop(_RATIO).double().softmax(0)
     effective = float(1 / weights.square().sum())
-    few, by, sites = effective < _FEW, "chains", {}
+    few, by, sites = effective < _FEW, "weights" if by_weights else "chains", {}
     for name, p in probs.items():
         if by_weights and not few:
-            by, (found[name], _, errors[name], *_) = "weights", _moments((wide[name] != 0).to(p), weights)
+            found[name], _, errors[name], *_ = _moments((wide[name] != 0).to(p), weights)
         wrong = (found[name] - p).abs() > MOST_ERROR + 2 * errors[name]
         unknown = ~(errors[name] <= MOST_ERROR / 2) | (few and by_weights)  # a check is twice as sure as what it checks
         sites[name] = SiteCheck(by, p, found[name], None, None, torch.where(wrong, 2, unknown.long()))
@@ -386,7 +389,7 @@ def _problems(rows: list[_Row], is_joint: bool, weights: str) -> tuple[str, ...]
     """What is wrong or unchecked, and what to do."""
     gates = sorted((row for row in rows if "found_sd" not in row), key=lambda row: -abs(row["found"] - row["guide"]))
     wrong = [row for row in rows if row["check"] == 2 and row not in gates]
-    unchecked = [row[""] for row in rows if row["check"] == 1]
+    unchecked = {by: [row[""] for row in rows if row["check"] == 1 and row["by"] == by] for by in ("chains", "weights")}
     most, said = gates[0], []
     if any(row["check"] == 2 for row in gates):
         said.append(
@@ -399,8 +402,13 @@ def _problems(rows: list[_Row], is_joint: bool, weights: str) -> tuple[str, ...]
             wrong[0][""], **wrong[0]
         )
         said.append(f"Of means and standard deviations {len(wrong)} are wrong by {weights}: {first}.")
-    if unchecked:
-        said.append(f"Unchecked are {len(unchecked)} entries, as {unchecked[0]}, by {weights}.")
+    if names := unchecked["chains"]:
+        said.append(
+            f"Unchecked are {len(names)} entries, as {names[0]}, by chains, which differ or stay near their starts: "
+            "check_fit with more flips."
+        )
+    if names := unchecked["weights"]:
+        said.append(f"Unchecked are {len(names)} entries, as {names[0]}, by {weights}.")
     if said:
         better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
         said.append(f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates.")

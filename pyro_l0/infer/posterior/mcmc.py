@@ -18,9 +18,9 @@ from pyro_l0.infer.guides.summaries import JointDraws, Summary, entry, import_ar
 from pyro_l0.infer.posterior.log_joint import LogJoint, Model, recorded_with_slope
 from pyro_l0.infer.runs import own_scale, seeded
 from pyro_l0.infer.slabs import Alignment, GateSite, alignment_of, gate_site, product_name, slab_to_gate
-from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust, doubts
+from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust, doubts, standard_error
 
-__all__ = ["GatedSlab", "PosteriorSamples", "moved_by_swaps", "sample_posterior", "slabs_of"]
+__all__ = ["GatedSlab", "PosteriorSamples", "error_of_probs", "moved_by_swaps", "sample_posterior", "slabs_of"]
 
 
 _MOST_DRAWS = 1000
@@ -144,7 +144,7 @@ class PosteriorSamples(Trust, JointDraws):
         r_hat: rank-normalised split r-hat of each entry, by site, shape ``(*shape,)``.
         ess: bulk effective sample size of each entry, likewise.
         divergences: number of divergent transitions in each chain.
-        error: largest standard error of P(z != 0), by its effective sample size.
+        error: largest standard error of P(z != 0), by its effective sample size or by how much chains differ.
         problems: what is wrong with the sample, in sentences; empty if nothing was found.
         slab: the gate site of each slab site.
     """
@@ -336,11 +336,25 @@ def _complete(
         probabilities[name] = x.reshape(values[name].shape)
     samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}
     agreement, ess, _ = chain_statistics(samples)
-    _, _, errors = chain_statistics({name: x.unflatten(0, by_chain) for name, x in probabilities.items()})
-    error = max((float(x.max()) for x in errors.values()), default=0.0)
+    probabilities = {name: x.unflatten(0, by_chain) for name, x in probabilities.items()}
+    error = error_of_probs(probabilities)
     problems = _problems(agreement, moved_by_swaps(posterior, flat, codes, slabs), sum(divergences) / len(flat), error)
-    probs = {name: x.mean(0) for name, x in probabilities.items()}
+    probs = {name: x.mean((0, 1)) for name, x in probabilities.items()}
     return PosteriorSamples(samples, probs, agreement, ess, divergences, error, problems, gate_of_slab)
+
+
+def error_of_probs(probs: Mapping[str, Tensor]) -> float:
+    """Largest standard error of the mean of P(z != 0), shape ``(chains, draws, *shape)`` by site.
+
+    Effective sample sizes are rough in short chains: all errors grow where chains differ more, over all gates, than
+    they explain.
+    """
+    if not probs:
+        return 0.0
+    by_size = torch.cat([x.flatten() for x in chain_statistics(probs)[2].values()])
+    by_chains = standard_error(torch.cat([x.reshape(*x.shape[:2], -1) for x in probs.values()], 2).transpose(0, 1))
+    more = by_chains.square().sum() / by_size.square().sum().clamp(min=torch.finfo(by_size.dtype).tiny)
+    return float(by_size.max() * more.clamp(min=1.0).sqrt())
 
 
 def chain_statistics(samples: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:

@@ -13,7 +13,7 @@ from pyro.infer import NUTS
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import sample_posterior
 from pyro_l0.infer.posterior.log_joint import LogJoint, recorded_with_slope
-from pyro_l0.infer.posterior.mcmc import moved_by_swaps, slabs_of
+from pyro_l0.infer.posterior.mcmc import chain_statistics, error_of_probs, moved_by_swaps, slabs_of
 from pyro_l0.infer.reparam import RectifyReparam
 from tests.infer.regressions import regression
 from tests.reference_posteriors import GaussianPosterior
@@ -100,6 +100,24 @@ def test_one_seed_one_sample():
             runs = [sample_posterior(of_features, x, y, **options, seed=seed).samples for seed in (1, 1, 2)]
         assert all(torch.equal(v, runs[1][name]) for name, v in runs[0].items())
         assert not torch.equal(runs[0]["w"], runs[2]["w"])
+
+
+def test_two_slow_chains_are_not_surer_than_their_difference():
+    """Whose effective sample sizes are often too large by a factor: for at least one of a dozen pairs.
+
+    Two gates that differ as much share what is added.
+    """
+    generator, larger = torch.Generator().manual_seed(0), 0
+    for _ in range(12):
+        walk = torch.randn(2, 150, generator=generator).double().cumsum(1) / 10
+        probs = torch.sigmoid(walk)
+        apart, by_size = float(probs.mean(1).diff().abs()) / 2, float(chain_statistics({"z": probs})[2]["z"])
+        error = error_of_probs({"z": probs})
+        assert error >= max(apart, by_size) * (1 - 1e-9)
+        assert error_of_probs({"z": torch.stack((probs, 1 - probs), 2)}) == pytest.approx(error)
+        larger += apart > by_size
+    assert larger > 0
+    assert error_of_probs({"z": torch.ones(2, 150)}) == error_of_probs({}) == 0
 
 
 def test_chains_that_all_stay_in_one_mode_are_found_out():
