@@ -74,7 +74,11 @@ class Budget:
         device = next(iter(like.values())).device
         self.final = torch.tensor([limits[name] for name in self.names], dtype=torch.float32, device=device)
         self.total = torch.ones_like(self.final)
-        self.total = self.fraction({site: torch.ones_like(gate) for site, gate in like.items()})
+        try:
+            self.total = self.fraction({site: torch.ones_like(gate) for site, gate in like.items()})
+        except KeyError as error:
+            sites = ", ".join(map(repr, like))
+            raise ValueError(f"Expected a cost of the sites {sites}, but it asks for {error}.") from error
         for name, total in zip(self.names, self.total.tolist(), strict=True):
             if not total > 0:
                 raise ValueError(f"Expected a cost above 0 with all gates open, but {name!r} is {total}.")

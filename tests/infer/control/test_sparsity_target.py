@@ -372,6 +372,7 @@ def test_a_report():
         (({"a": 2.0},), {}, r"Expected budget\['a'\] strictly between 0 and 1"),
         (({"c": 0.5},), {}, "a cost above 0 with all gates open, but 'c' is 0.0"),
         ((0.5,), {}, "one cost with one budget"),
+        ((0.5, lambda gates: gates["0"].sum()), {}, "Expected a cost of the sites 'a', 'b', but it asks for '0'"),
         (({"a": 0.5}, count), {}, r"budgets of \['a'\] and costs one without a name"),
         (({"x": 0.5}, {"y": count}), {}, r"budgets of \['x'\] and costs \['y'\]"),
         ((0.5, count), {"steps": 9}, "steps of at least 10, but got 9"),
