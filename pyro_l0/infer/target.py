@@ -65,7 +65,7 @@ class ConjugateRate(NamedTuple):
         return self.open.to(among) + opened, self.closed.to(among) + weights.sum() - opened
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InferenceTarget:
     """The posterior of a model's latent sites given its arguments, and what its trace says of it.
 

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -92,6 +93,18 @@ def beta(children=False):
 def as_prior(rate):
     """A rate that counts by its prior alone."""
     return rate and rate._replace(open=torch.tensor(1.0).double(), closed=torch.tensor(3.0).double())
+
+
+def test_a_run_is_drawn_when_it_is_read():
+    """Once, so that seeds mean what they did before; and again in a copy."""
+    before = torch.get_rng_state()
+    found = InferenceTarget(plain, slab={"w": "z"})
+    assert torch.equal(before, torch.get_rng_state())
+    first, after = found.latent, torch.get_rng_state()
+    assert not torch.equal(before, after)
+    assert torch.equal(first["w"], found.sites["w"]["value"])
+    assert torch.equal(after, torch.get_rng_state())
+    assert not torch.equal(first["w"], replace(found).latent["w"])
 
 
 def test_a_target_without_a_scale_is_found(monkeypatch):
