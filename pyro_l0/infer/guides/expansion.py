@@ -14,8 +14,8 @@ from pyro_l0.infer.guides.mean_field import MEAN_FIELD, Layout
 from pyro_l0.infer.record import Site, is_likelihood
 from pyro_l0.infer.runs import log_prob
 from pyro_l0.infer.target import InferenceTarget
-from pyro_l0.maths.collapsed import SlabGivenGates, opened, slab_given_gates
-from pyro_l0.maths.second_order import Point, Step, jacobian, maximise, open_positions, slope_and_curvature
+from pyro_l0.maths.collapsed import opened, slab_given_gates
+from pyro_l0.maths.second_order import Normals, Point, Step, jacobian, maximise, open_positions, slope_and_curvature
 
 _LEAST_CURVATURE = 1e-6
 _LEAST_GAIN = 1e-7  # of a Newton step, relative
@@ -357,7 +357,7 @@ class SlabPosterior(nn.Module):
         return self.loc + hyper @ self.loc_shifts.mT if hyper.shape[-1] else self.loc
 
     @abstractmethod
-    def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates | IndependentNormals:
+    def given(self, gates: Tensor, hyper: Tensor) -> Normals | IndependentNormals:
         """The slabs' Gaussian for n rows of gates and of the other latents' distances from where they started."""
 
 
@@ -389,7 +389,7 @@ class StructuredSlabs(SlabPosterior):
         root = self.factor @ change
         return root @ root.mT, self.factor @ (self.linear + self.linear_change)
 
-    def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates:
+    def given(self, gates: Tensor, hyper: Tensor) -> Normals:
         """The slabs' Gaussian."""
         curvature, linear = self.quadratic()
         factor = self.likelihood_factor(hyper)

@@ -160,7 +160,7 @@ def null_predictor(problem: Problem) -> Tensor:
     if problem.always or problem.offset is not None or known is None:
         start = zero.new_zeros(1, columns.shape[1], problem.outputs)
         mode = find_mode(problem.likelihood, columns.T[None], problem.ungated_precision[None], start)
-        return columns @ mode.coefficients[0]
+        return columns @ mode.normals.mean[0]
     return zero + known
 
 

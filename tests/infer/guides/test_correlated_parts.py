@@ -148,7 +148,7 @@ def exact_loss(guide, objective, lam):
     odds = guide.joint.chain.log_odds(base, STATES, X.new_zeros(len(STATES), 0))
     log_q = BernoulliGate(logits=odds).log_prob(STATES).sum(-1)
     given = guide.joint.slab_posterior.given(STATES, X.new_zeros(len(STATES), 0))
-    precision = torch.diag(X.new_full((P,), 1 / TAU)) @ given.cholesky @ given.cholesky.mT / TAU
+    precision = torch.diag(X.new_full((P,), 1 / TAU)) @ given.root @ given.root.mT / TAU
     slabs = torch.distributions.MultivariateNormal(given.mean, precision_matrix=precision)
     prior = torch.distributions.MultivariateNormal(X.new_zeros(P), torch.eye(P, dtype=X.dtype) * TAU**2)
     gated = X * STATES[:, None]
