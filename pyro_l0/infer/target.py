@@ -189,19 +189,18 @@ class InferenceTarget:
         others = [key for key in latent if key != name]
         return all(key in moved and torch.equal(log_prob(moved[key]), log_prob(self.sites[key])) for key in others)
 
-    def is_effect(self, name: str) -> bool:
-        """Whether a latent is like a slab without a gate: normal, and no other latent's prior depends on it."""
-        site = self.sites[name]
-        return isinstance(innermost(site["fn"]), Normal) and not is_scaled(site) and self.is_leaf(name)
-
     @torch.enable_grad()
-    def adds(self, name: str, beside: Sequence[str], gates: Sequence[str]) -> bool:
-        r"""Whether observations depend on a latent u and on slabs beside it through a sum, as in :math:`X \beta + u`.
+    def is_added(self, name: str, beside: Sequence[str], gates: Sequence[str]) -> bool:
+        r"""Whether a normal latent u, on which no other prior depends, is added to slabs, as in :math:`X \beta + u`.
 
-        A product, such as that of factors and loadings, has no Gaussian. With a sum, the slopes of an observation's log
-        probability along the slabs and along u are in one ratio everywhere. This is tried at three points on a line;
-        where an observation has several numbers, the log likelihood may be quadratic instead.
+        It is then like a slab without a gate. A product, such as that of factors and loadings, has no Gaussian. With a
+        sum, the slopes of an observation's log probability along the slabs and along u are in one ratio everywhere.
+        This is tried at three points on a line; where an observation has several numbers, the log likelihood may be
+        quadratic instead.
         """
+        site = self.sites[name]
+        if not isinstance(innermost(site["fn"]), Normal) or is_scaled(site) or not self.is_leaf(name):
+            return False
         latent = {key: x.detach() for key, x in self.latent.items()}
         latent |= {key: torch.ones_like(latent[key]) for key in gates}
         names = (*beside, name)

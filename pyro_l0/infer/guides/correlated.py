@@ -273,7 +273,7 @@ def correlated_posterior(
     others = [name for name in latent if name not in (*gate_names, *slab_names)]
     if hyper_names is None:
         for name in others:
-            if target.is_effect(name) and target.adds(name, slab_names, gate_names):
+            if target.is_added(name, slab_names, gate_names):
                 slab_names.append(name)
         hyper_names = [name for name in others if name not in slab_names]
     for name in (*gate_names, *slab_names, *hyper_names):  # whose posterior would depend on sites that are not drawn
