@@ -16,6 +16,7 @@ from pyro_l0.infer.posterior import fit as fitting
 from pyro_l0.infer.posterior.check_fit import _moments
 from pyro_l0.infer.posterior.log_joint import LogJoint
 from pyro_l0.infer.posterior.mcmc import _complete, slabs_of
+from pyro_l0.infer.target import InferenceTarget
 from pyro_l0.selection import SpikeSlabRegressor
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
@@ -133,7 +134,7 @@ def exact_draws(n, seed):
 
 def test_posterior_samples():
     """Of chains whose draws hang together, with gates summed out, as those of NUTS are."""
-    posterior = LogJoint(model, (), {})
+    posterior = LogJoint(InferenceTarget(model))
     slabs, results = slabs_of(posterior, SLAB), []
     for seed in range(SEEDS):
         vectors = torch.stack([exact_draws(150, 100 * seed + chain) for chain in range(4)]).float()

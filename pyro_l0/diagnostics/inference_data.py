@@ -22,13 +22,13 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import active_prob, find_gate, inside_events
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.guides.expansion import run_at
 from pyro_l0.infer.guides.refine import RefinedPosterior
 from pyro_l0.infer.guides.summaries import import_arviz
 from pyro_l0.infer.posterior.mcmc import PosteriorSamples
 from pyro_l0.infer.record import Site, is_deterministic, is_likelihood
 from pyro_l0.infer.runs import Args, Kwargs, Program, record_run, seeded
 from pyro_l0.infer.slabs import GateSite, alignment_of, gate_site, product_name, slab_to_gate
+from pyro_l0.infer.target import InferenceTarget
 
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import
@@ -40,9 +40,9 @@ _Found = dict[str, dict[str, Tensor]]
 
 
 @torch.no_grad()
-def sites_of(model: Program, args: Args, kwargs: Kwargs) -> dict[str, Site]:
+def sites_of(target: InferenceTarget) -> dict[str, Site]:
     """The sample sites of a run of a model; refuses a part of the data and observations that are scaled."""
-    sites = run_at(lambda: model(*args, **kwargs), {})
+    sites = target.stated_at({})
     for name, site in sites.items():
         refuse_subsample(name, site)
         if is_observation(site) and bool((torch.as_tensor(site["scale"]) != 1).any()):
@@ -69,9 +69,7 @@ def is_observation(site: Site) -> bool:
 
 
 @torch.no_grad()
-def at_draws(
-    model: Program, args: Args, kwargs: Kwargs, sites: Mapping[str, Site], values: Mapping[str, Tensor]
-) -> _Found:
+def at_draws(target: InferenceTarget, sites: Mapping[str, Site], values: Mapping[str, Tensor]) -> _Found:
     """Run a model at draws of its latent sites, by ``torch.vmap`` where that can map it.
 
     Values have shape ``(chains, draws, *shape of the site)``; those of deterministic sites are computed again. Returns
@@ -80,13 +78,10 @@ def at_draws(
     """
     _check_values(sites, values)
 
-    def program() -> object:
-        return model(*args, **kwargs)
-
     def at_one(row: dict[str, Tensor]) -> _Found:
-        run = run_at(program, row)
+        run = target.stated_at(row)
         with _Predicting():
-            again = run_at(program, row)
+            again = target.stated_at(row)
         seen = [name for name, site in run.items() if is_observation(site)]
         return {
             "log_likelihood": {name: pointwise(run[name]) for name in seen},
@@ -335,8 +330,9 @@ def to_arviz(
     with seeded(seed):
         drawn = draws_of(posterior, draws, args, kwargs)
         if program is not None:
-            sites = sites_of(program, args, kwargs)
-            groups = at_draws(program, args, kwargs, sites, drawn.values)
+            target = InferenceTarget(program, args, kwargs)
+            sites = sites_of(target)
+            groups = at_draws(target, sites, drawn.values)
             groups["observed_data"] = {name: site["value"] for name, site in sites.items() if is_observation(site)}
             drawn = completed(drawn, groups.pop("deterministic"), sites, slab_to_gate(slab))
     values = {**drawn.values, **drawn.derived}

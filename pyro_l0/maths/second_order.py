@@ -356,6 +356,37 @@ def quadratic_at(function: Callable[[Tensor], Tensor], at: Tensor) -> DenseQuadr
     return DenseQuadratic(matrix, slope + matrix @ at)
 
 
+class Normals(NamedTuple):
+    """n normal distributions of m numbers each, by the Cholesky factors L of the precisions of numbers over units."""
+
+    mean: Tensor  # shape (n, m), or (n, ...) with m entries behind n
+    root: Tensor  # L, shape (n, m, m)
+    unit: Tensor | float = 1.0  # broadcasts against the means
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """One of each from white noise, shapes as those of the means."""
+        white = noise.reshape(*self.root.shape[:2], 1)
+        spread: Tensor = torch.linalg.solve_triangular(self.root.mT, white, upper=True)
+        return self.mean + self.unit * spread.reshape(self.mean.shape)
+
+    def conditionals(self, drawn: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each number given those behind it, at a draw and its noise; shapes ``(n, m)``.
+
+        Row j of L' (x - mean) / unit = noise holds the numbers from j on: their densities multiply to the joint one.
+        """
+        deviation = self.unit / self.root.diagonal(dim1=-2, dim2=-1)
+        return drawn - deviation * noise, deviation
+
+    def variances(self) -> Tensor:
+        """Of each number, in the shape of the means."""
+        over_units = torch.cholesky_inverse(self.root).diagonal(dim1=1, dim2=2)
+        return self.unit**2 * over_units.reshape(self.mean.shape)
+
+    def half_log_det(self) -> Tensor:
+        """Half the log determinant of the precision, shape ``(n,)``."""
+        return self.root.diagonal(dim1=1, dim2=2).log().sum(1)
+
+
 LogLikelihood = Callable[[Tensor], Tensor]
 
 _AT_ONCE = 1024  # gate vectors whose graphs are held together

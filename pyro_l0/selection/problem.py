@@ -216,6 +216,11 @@ class Problem:
         return self.x.shape[1] - self.always if self.gate_of is None else int(self.gate_of.max()) + 1
 
     @property
+    def gated(self) -> Tensor:
+        """The columns of features with a gate."""
+        return self.x[:, : self.x.shape[1] - self.always]
+
+    @property
     def ungated(self) -> Tensor:
         """The columns without a gate, which are features that are always in, then the constant of an intercept."""
         features = self.x[:, self.x.shape[1] - self.always :]

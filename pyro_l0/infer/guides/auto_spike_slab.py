@@ -24,12 +24,10 @@ from pyro_l0.infer.guides.correlated import (
     CorrelatedPosterior,
     Structure,
     correlated_posterior,
-    latent_values,
     local_latents,
-    model_runs,
     structure_of,
 )
-from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, log_likelihood
+from pyro_l0.infer.guides.expansion import OpenModel, StructuredSlabs
 from pyro_l0.infer.guides.mean_field import (
     GatesPosterior,
     IndependentLatents,
@@ -42,10 +40,10 @@ from pyro_l0.infer.guides.mean_field import (
 )
 from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
 from pyro_l0.infer.guides.summaries import JointDraws, Summary
-from pyro_l0.infer.log_density import check_target
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import Args, Kwargs, each
 from pyro_l0.infer.slabs import GateSite, JointSample, alignment_of, check_used, gate_site, slab_to_gate
+from pyro_l0.infer.target import InferenceTarget
 from pyro_l0.maths.second_order import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
@@ -198,17 +196,16 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
-                self._set_up_joint(self._structure, args, kwargs)
+                self._set_up_joint(self._structure, InferenceTarget(self.model, args, kwargs, self.slab))
         self.prototype_trace = prototype
 
-    def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
-        sites, run_at = model_runs(self.model, args, kwargs, self.slab)
-        joint = correlated_posterior(sites, run_at, structure, self.slab, self._named())
+    def _set_up_joint(self, structure: Structure, target: InferenceTarget) -> None:
+        joint = correlated_posterior(target, structure, self._named())
         if self._pending:
             joint.load_state_dict(self._pending)
             self._pending = {}
         joint.posteriors = self._posteriors
-        joint.plates = {name: plates_and_shape(site)[0] for name, site in sites.items()}
+        joint.plates = {name: plates_and_shape(site)[0] for name, site in target.sites.items()}
         self.joint = joint
 
     def _named(self) -> tuple[str, ...] | None:
@@ -245,27 +242,28 @@ class AutoSpikeSlab(AutoGate, JointDraws):
                 a mean other than 0.
         """
         self._check_model()
-        *_, (found, _) = self.expansions(self.model, args, kwargs, self.draws(chains) if chains > 1 else None)
+        target = InferenceTarget(self.model, args, kwargs, self.slab)
+        *_, (found, _) = self.expansions(target, self.draws(chains) if chains > 1 else None)
         return found
 
     def expansions(
-        self, model: Callable[..., object], args: Args, kwargs: Kwargs, drawn: Mapping[str, Tensor] | None = None
+        self, target: InferenceTarget, drawn: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[Collapsed, LogLikelihood]]:
         """A model as :meth:`collapsed` has it: with the other latents at their mean, the first of some draws, and all.
 
         Each comes with the log likelihood of its first chain: coefficients of shape ``(S, p)`` to ``(S,)``.
         """
         probs = self.active_probs(1)
-        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs, self.slab)
+        joint = self._joint
         if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
-            joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
-        elif not joint.has_gates_of(sites, run_at, self.slab):
+            joint = correlated_posterior(target, Structure(False, True, True), self._named())
+        elif not joint.has_gates_of(target):
             raise ValueError(
                 "Expected a model whose gates switch the same slabs as when this guide was first called, but with "
                 "these arguments they switch others; make a new guide for them."
             )
-        others = [name for name, site in sites.items() if not site["is_observed"] and name not in self.slab]
-        unknown = [name for name in others if name not in probs and name not in self._others]
+        known = {*self.slab, *probs, *self._others}
+        unknown = [name for name in target.latent if name not in known]
         if unknown:
             raise ValueError(
                 f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
@@ -276,14 +274,12 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             hyper = joint.hyper.together(self.draws(1000) if drawn is None else drawn)
             rows = [hyper.mean(0, keepdim=True)] + ([hyper[:1], hyper] if drawn is not None else [])
         for i, row in enumerate(rows):
-            collapsed = collapse(joint, run_at, row)
-            values = {**latent_values(sites), **collapsed.others}
-            log_likelihood_of = each(partial(_log_likelihood_at, run_at, values, collapsed))
+            collapsed = collapse(joint, target, row)
+            log_likelihood_of = each(partial(_log_likelihood, joint.open_model(target), collapsed, row[0]))
             if not i:
-                check_target(
-                    partial(model, *args, **kwargs),
-                    collapsed.points(values),
+                target.check(
                     partial(collapsed.log_joint, log_likelihood_of),
+                    collapsed.points({**target.latent, **collapsed.others}),
                     "AutoSpikeSlab with its slabs integrated out",
                     "Make a new guide for other arguments, or use sample_posterior.",
                 )
@@ -327,8 +323,9 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         if self.prototype_trace is None:
             self(*args, **kwargs)
         self._check_model()
-        collapsed, log_likelihood = next(self.expansions(self.model, args, kwargs))
-        if local := local_latents(collapsed.others, *model_runs(self.model, args, kwargs, self.slab)):
+        target = InferenceTarget(self.model, args, kwargs, self.slab)
+        collapsed, log_likelihood = next(self.expansions(target))
+        if local := local_latents(collapsed.others, target):
             raise ValueError(
                 f"Expected normal latents that are added to the products of gates and slabs, as refine holds others "
                 f"fixed, but got site {local[0]!r} of many entries. Use fit with gates='autoregressive' and "
@@ -464,8 +461,6 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         return medians
 
 
-def _log_likelihood_at(run_at: RunAt, values: Mapping[str, Tensor], collapsed: Collapsed, slabs: Tensor) -> Tensor:
+def _log_likelihood(model: OpenModel, collapsed: Collapsed, hyper: Tensor, slabs: Tensor) -> Tensor:
     """The log likelihood at coefficients behind open gates, with the tilt of their priors."""
-    gates = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
-    sites = run_at({**values, **gates, **collapsed.slabs.apart(slabs + collapsed.offset)})
-    return log_likelihood(sites) + slabs @ collapsed.tilt
+    return model.log_likelihood(slabs + collapsed.offset, hyper) + slabs @ collapsed.tilt

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pyro_l0.infer.guides.mean_field import MEAN_FIELD, Layout
-from pyro_l0.infer.record import Record, Site, is_likelihood
+from pyro_l0.infer.record import Site, is_likelihood
 from pyro_l0.infer.runs import log_prob
-from pyro_l0.maths.collapsed import SlabGivenGates, opened, slab_given_gates
-from pyro_l0.maths.second_order import Point, Step, jacobian, maximise, open_positions, slope_and_curvature
+from pyro_l0.infer.target import InferenceTarget
+from pyro_l0.maths.collapsed import opened, slab_given_gates
+from pyro_l0.maths.second_order import Normals, Point, Step, jacobian, maximise, open_positions, slope_and_curvature
 
 _LEAST_CURVATURE = 1e-6
 _LEAST_GAIN = 1e-7  # of a Newton step, relative
@@ -27,13 +28,11 @@ _STEP = 0.05  # of differences in other latents, on the real line
 _RANDOM = 12  # gate vectors at which a model is tried, beside those that tell any two gates apart
 _OTHERWISE = f"Sum the gates out by sample_posterior, or, for a fit alone, {MEAN_FIELD}."
 
-RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]  # a model's sites at values of its latent sites
-
 
 class OpenModel(NamedTuple):
     """A model's log densities as functions of its coefficients and other latent variables, every gate open."""
 
-    run: RunAt
+    target: InferenceTarget
     values: Mapping[str, Tensor]  # of all latent sites; those that the layouts do not name stay
     slabs: Layout
     gates: Layout
@@ -43,11 +42,12 @@ class OpenModel(NamedTuple):
         """The model's sites at slabs, shape ``(p,)``, other latents, shape ``(d,)``, and open gates or those given."""
         gates = torch.ones(self.gates.size, dtype=slabs.dtype, device=slabs.device) if gates is None else gates
         given = {**self.slabs.apart(slabs), **self.hyper.apart(hyper), **self.gates.apart(gates)}
-        return self.run({**self.values, **given})
+        return self.target.at({**self.values, **given})
 
     def log_likelihood(self, slabs: Tensor, hyper: Tensor, gates: Tensor | None = None) -> Tensor:
         """Log probability of the observed sites in nats, shape ``()``."""
-        return log_likelihood(self.sites(slabs, hyper, gates))
+        sites = self.sites(slabs, hyper, gates).values()
+        return torch.stack([log_prob(site).sum() for site in sites if is_likelihood(site)]).sum()
 
     def slab_prior(self, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Means and standard deviations of the slabs' priors, shapes ``(p,)``."""
@@ -144,19 +144,6 @@ def _listed(names: Iterable[str]) -> str:
 
 def _is_close(x: float, y: float) -> bool:
     return math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6)
-
-
-def log_likelihood(sites: Mapping[str, Site]) -> Tensor:
-    """Log probability of the observed sites of one run, shape ``()``."""
-    return torch.stack([log_prob(site).sum() for site in sites.values() if is_likelihood(site)]).sum()
-
-
-def run_at(program: Callable[[], object], values: Mapping[str, Tensor]) -> dict[str, Site]:
-    """The sample sites of a model at values of its latent sites."""
-    record = Record({name: {"value": x, "is_observed": False, "infer": {}} for name, x in values.items()})
-    with record:
-        program()
-    return record.sites
 
 
 class Expansion(NamedTuple):
@@ -370,7 +357,7 @@ class SlabPosterior(nn.Module):
         return self.loc + hyper @ self.loc_shifts.mT if hyper.shape[-1] else self.loc
 
     @abstractmethod
-    def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates | IndependentNormals:
+    def given(self, gates: Tensor, hyper: Tensor) -> Normals | IndependentNormals:
         """The slabs' Gaussian for n rows of gates and of the other latents' distances from where they started."""
 
 
@@ -402,7 +389,7 @@ class StructuredSlabs(SlabPosterior):
         root = self.factor @ change
         return root @ root.mT, self.factor @ (self.linear + self.linear_change)
 
-    def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates:
+    def given(self, gates: Tensor, hyper: Tensor) -> Normals:
         """The slabs' Gaussian."""
         curvature, linear = self.quadratic()
         factor = self.likelihood_factor(hyper)

@@ -13,14 +13,14 @@ from torch.distributions import Beta
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import find_gate
-from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
-from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
+from pyro_l0.infer.guides.correlated import CorrelatedPosterior
+from pyro_l0.infer.guides.expansion import StructuredSlabs, gate_vectors
 from pyro_l0.infer.guides.mean_field import Layout
 from pyro_l0.infer.guides.summaries import JointDraws
-from pyro_l0.infer.log_density import Point
 from pyro_l0.infer.record import Site
 from pyro_l0.infer.runs import seeded
 from pyro_l0.infer.slabs import Alignment, GateSite
+from pyro_l0.infer.target import ConjugateRate, InferenceTarget, Point
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.monte_carlo import Trust, doubts
 from pyro_l0.maths.second_order import DenseQuadratic, LogLikelihood
@@ -119,7 +119,7 @@ class Collapsed(NamedTuple):
 
 
 @torch.no_grad()
-def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collapsed:
+def collapse(joint: CorrelatedPosterior, target: InferenceTarget, hyper: Tensor) -> Collapsed:
     """Integrate the slabs out of a model whose posterior has structured slabs.
 
     The other latents have values ``hyper`` on the real line, shape ``(chains, d)``, or one row for all chains.
@@ -128,7 +128,7 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
     assert isinstance(slabs, StructuredSlabs)
     shift = hyper - joint.hyper_start
     curvature, linear = slabs.quadratic()
-    odds, loc, scale = _priors(joint, run_at, hyper)
+    odds, loc, scale = _priors(joint, target, hyper)
     gate_of = slabs.gate_of.reshape(len(curvature), -1)
     gated = (gate_of >= 0).any(1)
     tilt = (loc / scale.square()).masked_fill(~gated, 0)
@@ -156,12 +156,12 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
     )
 
 
-def _priors(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _priors(joint: CorrelatedPosterior, target: InferenceTarget, hyper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log odds of the gates, and means and deviations of the slabs, for rows of the other latents."""
     rates = {rate.name: rate.open.new_full(rate.shape, 0.5).to(hyper) for rate in joint.rates}  # ignored
 
     def at(row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(row.new_ones(joint.gates.size))})
+        sites = target.at({**rates, **joint.hyper.apart(row), **joint.gates.apart(row.new_ones(joint.gates.size))})
         found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
         normals = [joint.slabs.normal(name, sites[name]["fn"]) for name in joint.slabs.shapes]
         loc, scale = map(torch.cat, zip(*normals, strict=True))

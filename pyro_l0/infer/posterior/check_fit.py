@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -18,14 +17,14 @@ from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.pairs import check_pair
 from pyro_l0.infer.elbo.terms import in_log_joint
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.guides.correlated import local_latents, model_runs
+from pyro_l0.infer.guides.correlated import local_latents
 from pyro_l0.infer.guides.refine import is_quadratic
 from pyro_l0.infer.guides.summaries import VERDICTS, entry, printed
-from pyro_l0.infer.log_density import POINTS, Point, check_target
 from pyro_l0.infer.posterior.log_joint import MOST_GATES
 from pyro_l0.infer.record import Record, Site, draws_rows, is_drawn
-from pyro_l0.infer.runs import Args, Kwargs, Program, can_be_mapped, log_prob, over_particles, record_run, seeded
+from pyro_l0.infer.runs import can_be_mapped, log_prob, over_particles, record_run, seeded
 from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site, with_latent_gates
+from pyro_l0.infer.target import POINTS, InferenceTarget, Point
 from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
 
@@ -70,28 +69,28 @@ class Evidence(NamedTuple):
 
 @torch.no_grad()
 def log_ratios(
-    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool | None = None
+    target: InferenceTarget, guide: AutoSpikeSlab, mapped: bool | None = None
 ) -> tuple[Callable[[int], Tensor], bool]:
     """What computes log p(D, z, w, ...) - log q(z, w, ...) at n draws of the guide, and whether it takes them at once.
 
     A slab that does not depend on its gates counts where they are open; where they are closed, its posterior is its
     prior, as in Eq. 20 of the L0 paper. ``torch.vmap`` takes all draws at once where it can, or as ``mapped`` says.
     """
-    draws, at_once = _weighed_draws(model, guide, args, kwargs, mapped, keep=False)
+    draws, at_once = _weighed_draws(target, guide, mapped, keep=False)
     return lambda n: draws(n)[_RATIO], at_once
 
 
 @torch.no_grad()
 def _weighed_draws(
-    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool | None, keep: bool
+    target: InferenceTarget, guide: AutoSpikeSlab, mapped: bool | None, keep: bool
 ) -> tuple[Callable[[int], dict[str, Tensor]], bool]:
     """As :func:`log_ratios`; beside the ratios it may keep what was drawn at each latent site."""
 
     def run_guide() -> Record:
-        return record_run(guide, args, kwargs, 0)
+        return record_run(guide, target.args, target.kwargs, 0)
 
     def evaluate(of_guide: Record) -> dict[str, Tensor]:
-        of_model = record_run(model, args, kwargs, 0, of_guide.sites).sites
+        of_model = target.with_guide(of_guide.sites)
         latent = {name: site["value"] for name, site in of_guide.sites.items() if keep and name in of_model}
         ratio = _log_ratio(in_log_joint(of_model, of_guide.sites, guide.slab), of_guide.sites, guide.slab)
         return {_RATIO: ratio, **latent}
@@ -108,27 +107,27 @@ def _weighed_draws(
 
 
 @torch.no_grad()
-def check_model(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool) -> bool:
+def check_model(target: InferenceTarget, guide: AutoSpikeSlab, mapped: bool) -> bool:
     """Compare the log joint of which log ratios are made with the model's own at draws of a guide.
 
     Returns:
         Whether the log ratios have noise, as those of a model that draws rows of its data.
     """
-    drawn = record_run(guide, args, kwargs, 0).sites
-    sites = record_run(model, args, kwargs, 0, drawn).sites
+    drawn = record_run(guide, target.args, target.kwargs, 0).sites
+    sites = target.with_guide(drawn)
     rows = {name: site for name, site in sites.items() if draws_rows(site)}
     points = []
     for _ in range(POINTS):
         with Record(rows) as run:
-            guide(*args, **kwargs)
+            guide(*target.args, **target.kwargs)
         points.append({name: site["value"] for name, site in {**run.sites, **rows}.items() if name in sites})
 
     def density(values: dict[str, Tensor]) -> Tensor:
         given = {**drawn, **rows, **{name: {**drawn[name], "value": value} for name, value in values.items()}}
-        found = in_log_joint(record_run(model, args, kwargs, 0, given).sites, given, guide.slab)
+        found = in_log_joint(target.with_guide(given), given, guide.slab)
         return torch.stack([log_prob(site).sum() for site in found.values() if is_drawn(site)]).sum()
 
-    def target(points: Sequence[Point]) -> Tensor:
+    def log_density(points: Sequence[Point]) -> Tensor:
         latent = [name for name, site in sites.items() if is_drawn(site) and not site["is_observed"]]
         if not mapped:
             return torch.stack([density({name: point[name] for name in latent}) for point in points])
@@ -138,7 +137,7 @@ def check_model(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs
         return found
 
     advice = "Let no code of the model depend on how many dimensions its draws have, and write into no tensor in place."
-    check_target(partial(model, *args, **kwargs), points, target, "fit", advice)
+    target.check(log_density, points, "fit", advice)
     return bool(rows)
 
 
@@ -275,15 +274,15 @@ def check_fit(
     expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
     expect_count(1, chains=chains, flips=flips, draws=draws)
     with seeded(seed):
-        return checked(model, guide, args, kwargs, chains, flips, draws)
+        return checked(InferenceTarget(model, args, kwargs, guide.slab), guide, chains, flips, draws)
 
 
 def _by_chains(
-    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, probs: dict[str, Tensor], chains: int, flips: int
+    target: InferenceTarget, guide: AutoSpikeSlab, probs: dict[str, Tensor], chains: int, flips: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     """P(z != 0) by chains, its errors, and whether these hold latents at their means whose uncertainty matters."""
     drawn = guide.draws(chains)
-    expansions = guide.expansions(model, args, kwargs, drawn)
+    expansions = guide.expansions(target, drawn)
     collapsed, log_likelihood = at_mean = next(expansions)
     quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
     if quadratic:
@@ -296,7 +295,7 @@ def _by_chains(
     run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
     if not quadratic:
         run = reweighted(run, log_likelihood, collapsed.quadratic)
-    is_held = not quadratic and local_latents(collapsed.others, *model_runs(model, args, kwargs, guide.slab))
+    is_held = not quadratic and local_latents(collapsed.others, target)
     # It is the starts that are to be checked.
     error = run.error_of_moves() if collapsed.quadratic.chains is None else run.standard_error()
     return collapsed.gates.apart(run.active_probs), collapsed.gates.apart(error), bool(is_held)
@@ -304,10 +303,8 @@ def _by_chains(
 
 @torch.no_grad()
 def checked(
-    model: Program,
+    target: InferenceTarget,
     guide: AutoSpikeSlab,
-    args: Args,
-    kwargs: Kwargs,
     chains: int = 256,
     flips: int = 90,
     n: int = 1000,
@@ -319,12 +316,12 @@ def checked(
     """
     probs = guide.active_probs()
     try:
-        found, errors, by_weights = _by_chains(model, guide, args, kwargs, probs, chains, flips)
+        found, errors, by_weights = _by_chains(target, guide, probs, chains, flips)
     except ValueError:
         if fitted is None:
             raise
         found, errors, by_weights = dict(probs), {name: math.nan * p for name, p in probs.items()}, True
-    weighed = _weighed_draws(model, guide, args, kwargs, fitted, keep=True)[0]
+    weighed = _weighed_draws(target, guide, fitted, keep=True)[0]
     of_guide = weighed(n)
     ratios = of_guide.pop(_RATIO)
     with guide.widened() as others:

@@ -21,6 +21,7 @@ from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.check_fit import Evidence, FitCheck, check_model, checked, log_ratios
+from pyro_l0.infer.target import InferenceTarget
 from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
 
 _BETAS = (0.9, 0.99)
@@ -143,8 +144,9 @@ def fit(
     guide(*args, **kwargs)
     trace: Any = guide.prototype_trace
     start = copy.deepcopy(guide.state_dict())
-    ratios, mapped = log_ratios(model, guide, args, kwargs)
-    has_noise = check_model(model, guide, args, kwargs, mapped)
+    target = InferenceTarget(model, args, kwargs, guide.slab)
+    ratios, mapped = log_ratios(target, guide)
+    has_noise = check_model(target, guide, mapped)
     found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
     for i in range(restarts):
         if i:  # from the start, with normal noise of deviation 1 on the gates' log odds
@@ -186,7 +188,7 @@ def fit(
             f"The guide was not checked: its slabs do not have 1 to {_MOST_CHECKED} entries. Use check_fit.",
         )
     else:
-        best.check = check = checked(model, guide, args, kwargs, fitted=mapped)
+        best.check = check = checked(target, guide, fitted=mapped)
         best.error, best.problems = check.error, check.problems
         # Of means and deviations that can't be told the summary speaks alone.
         if any(bool((site.check > (name not in probs)).any()) for name, site in check.sites.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import pyro
@@ -20,10 +21,10 @@ from torch.utils._pytree import tree_map
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
 from pyro_l0.infer.guides.mean_field import SUM_OUT, Layout
-from pyro_l0.infer.log_density import POINTS, Point, check_repeats, check_target, trace_at
 from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.infer.runs import is_scaled, log_prob, sample_sites, seeded
+from pyro_l0.infer.target import POINTS, InferenceTarget, Point
 from pyro_l0.maths.backend import Context, apply
 
 __all__ = ["MOST_GATES", "LogJoint", "recorded_with_slope"]
@@ -93,7 +94,6 @@ MOST_GATES = 12  # 4,096 values of the gates in every evaluation
 _NOTHING = 60.0  # nats below the largest term of a sum: without them no weight is a denormal number, which are slow
 _AT_ONCE = 8192  # runs of the model under one torch.vmap
 
-Model = Callable[..., object]
 _Result = TypeVar("_Result")
 
 
@@ -111,11 +111,10 @@ class LogJoint:
         codes: all values of the binary gates, shape ``(2 ** n, n)``.
     """
 
-    def __init__(self, model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        self.gates = [name for name, site in _checked_run(model, args, kwargs).items() if _has_atoms(site)]
-        reparameterised = poutine.reparam(model, _reparameterise)
-        self._model: Model = lambda: reparameterised(*args, **kwargs)
-        self.sites = _checked_run(self._model, (), {})
+    def __init__(self, target: InferenceTarget) -> None:
+        self.gates = [name for name, site in _checked_run(target).items() if _has_atoms(site)]
+        self._target = replace(target, model=poutine.reparam(target.model, _reparameterise))
+        self.sites = _checked_run(self._target)
         latent = {name: site for name, site in self.sites.items() if not site["is_observed"] and not _has_atoms(site)}
         for name, site in latent.items():
             if site["fn"].support.is_discrete:
@@ -131,7 +130,7 @@ class LogJoint:
                 f"{self.binary.size} at {sorted(self.binary.shapes)}. Use gates that a sampler moves, such as "
                 "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab instead."
             )
-        check_repeats(self._model, {name: values[name] for name in (*self.latent.shapes, *self.binary.shapes)})
+        self._target.check_repeats({name: values[name] for name in (*self.latent.shapes, *self.binary.shapes)})
         self.codes = _codes(self.binary.size, self.start)
         self._vectorises = self._check_vectorised()
         self._check_density()
@@ -145,7 +144,7 @@ class LogJoint:
         given = {name: x.to(self.sites[name]["value"].dtype) for name, x in given.items()}
         # A check of values would branch on what torch.vmap maps.
         with pyro.validation_enabled(False), _At(given, self.binary.shapes) as run:
-            self._model()
+            self._target.run()
         return run.log_prob, run.values
 
     def table(self, vector: Tensor) -> Tensor:
@@ -207,13 +206,13 @@ class LogJoint:
         values = self.many(vectors, codes)[1]
         points = [{x: values[x][i] for x in (*self.latent.shapes, *self.binary.shapes)} for i in range(POINTS)]
         advice = "Let no code of the model depend on how many dimensions its draws have."
-        check_target(self._model, points, self._densities, "sample_posterior", advice)
+        self._target.check(self._densities, points, "sample_posterior", advice)
 
     def _densities(self, points: Sequence[Point]) -> Tensor:
         """Log densities with respect to the values of the sites, shape ``(n,)``."""
         vectors, codes, jacobians = [], [], []
         for point in points:
-            sites: dict[str, Site] = trace_at(self._model, point).nodes
+            sites: dict[str, Site] = self._target.trace_at(point).nodes
             transforms = {name: biject_to(sites[name]["fn"].support) for name in self.latent.shapes}
             reals = {name: transform.inv(point[name]) for name, transform in transforms.items()}
             vectors.append(torch.cat([self.start[:0], *(x.reshape(-1) for x in reals.values())]))
@@ -252,9 +251,9 @@ class _At(Messenger):
             self.log_prob = self.log_prob + log_prob(msg).sum()
 
 
-def _checked_run(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Site]:
+def _checked_run(target: InferenceTarget) -> dict[str, Site]:
     """The sample sites of one run, with every check that Pyro makes of them."""
-    trace = poutine.trace(model).get_trace(*args, **kwargs)
+    trace = poutine.trace(target.run).get_trace()
     trace.compute_log_prob()
     sites = sample_sites(trace)
     for name, site in sites.items():

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from pyro_l0.expect import expect_count
 from pyro_l0.infer.guides.summaries import JointDraws, Summary, entry, import_arviz
-from pyro_l0.infer.posterior.log_joint import LogJoint, Model, recorded_with_slope
-from pyro_l0.infer.runs import own_scale, seeded
+from pyro_l0.infer.posterior.log_joint import LogJoint, recorded_with_slope
+from pyro_l0.infer.runs import Program, own_scale, seeded
 from pyro_l0.infer.slabs import Alignment, GateSite, alignment_of, gate_site, product_name, slab_to_gate
+from pyro_l0.infer.target import InferenceTarget
 from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust, doubts, standard_error
 
 __all__ = ["GatedSlab", "PosteriorSamples", "error_of_probs", "moved_by_swaps", "sample_posterior", "slabs_of"]
@@ -200,7 +201,7 @@ class PosteriorSamples(Trust, JointDraws):
 
 
 def sample_posterior(
-    model: Model,
+    model: Program,
     *args: object,
     slab: Mapping[str, GateSite] | None = None,
     kernel: Kernel = "nuts",
@@ -268,7 +269,7 @@ def sample_posterior(
     expect_count(2, num_chains=num_chains)
     gate_of_slab = slab_to_gate(slab)
     with seeded(seed):
-        posterior = LogJoint(model, args, kwargs)
+        posterior = LogJoint(InferenceTarget(model, args, kwargs))
         slabs = slabs_of(posterior, gate_of_slab)
         vectors, divergences = _run_chains(posterior, kernel, num_samples, warmup_steps, num_chains)
         result = _complete(posterior, vectors, slabs, gate_of_slab, divergences)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -16,14 +16,14 @@ from pyro_l0.maths.second_order import Point, Quadratic, Step, maximise, quadrat
 if TYPE_CHECKING:
     from pyro_l0.selection.families.family import Family
 
-__all__ = ["FamilyLikelihood", "Likelihood", "shaped", "weighted_design"]
+__all__ = ["FamilyLikelihood", "Likelihood", "shaped"]
 
 
-def weighted_design(curvature: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Roots R of curvatures, shape ``(n, K, K)``, and R' X by features of shape ``(n, p)``, shape ``(n K, p K)``."""
+def _weighted_design(curvature: Tensor, x: Tensor) -> Tensor:
+    """R' X for roots R of curvatures, shape ``(n, K, K)``, and features of shape ``(n, p)``; shape ``(n K, p K)``."""
     values, vectors = torch.linalg.eigh(curvature)
     root = vectors * values.clamp(min=0).sqrt()[:, None, :]
-    return root, torch.einsum("nki,nj->nijk", root, x).reshape(root.shape[0] * root.shape[1], -1)
+    return torch.einsum("nki,nj->nijk", root, x).reshape(root.shape[0] * root.shape[1], -1)
 
 
 # The least curvature by a parameter that steps divide by, and the gain below which a search ends.
@@ -73,8 +73,35 @@ class Likelihood(ABC):
 
     def quadratic(self, x: Tensor, eta: Tensor) -> Quadratic:
         """Its second derivatives by the coefficients of features x, shape ``(n, p)``, on average over s sets of eta."""
-        columns = weighted_design(self.derivatives(eta)[1].mean(0), x)[1].T
+        columns = _weighted_design(self.derivatives(eta)[1].mean(0), x).T
         return quadratic_of(columns, columns.new_zeros(len(columns)))
+
+    def expanded(
+        self, x: Tensor, ungated: Tensor, precision: Tensor, eta: Tensor
+    ) -> tuple[Quadratic, Callable[[Tensor], Tensor]]:
+        """To second order at linear predictors eta, ``(n, K)``, and at the mode of theta there.
+
+        That is a quadratic of the coefficients of features x, shape ``(n, p)``, the K of each side by side, up to a
+        constant. Those of u ungated features, whose normal priors have the precisions of shape ``(u,)``, are integrated
+        out. The second result gives their mean at some others: shape ``(S, p K)`` to ``(S, u, K)``.
+        """
+        slope, curvature = (part[0] for part in self.fitted(eta[None]).derivatives(eta[None]))
+        every, outputs = torch.cat([x, ungated], 1), eta.shape[1]
+        design = _weighted_design(curvature, every)
+        residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
+        sizes = [x.shape[1] * outputs, ungated.shape[1] * outputs]
+        linear, own = (every.T @ residual).flatten().split(sizes)
+        design, columns = design.split(sizes, 1)  # the second is J
+        # The mean where all other coefficients are zero, and by how much it falls with each of these.
+        precision = precision.repeat_interleave(outputs)
+        inverse = torch.linalg.inv(columns.T @ columns + precision.diag())
+        mean, crossed = inverse @ own, columns.T @ design
+        falls = inverse @ crossed
+        # (I - U t U')^2 = I - J (J'J + S^-2)^-1 J' for the left singular vectors U of J S.
+        left, values, _ = torch.linalg.svd(columns / precision.sqrt(), full_matrices=False)
+        design = design - (left * (1 - (1 + values.square()).rsqrt())) @ (left.T @ design)
+        quadratic = quadratic_of(design.T, linear - crossed.T @ mean)
+        return quadratic, lambda beta: (mean - beta @ falls.T).view(len(beta), -1, outputs)
 
     def log_prior(self) -> Tensor:
         """Log density of theta, shape ``(s,)``."""

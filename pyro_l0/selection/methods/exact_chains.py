@@ -49,10 +49,10 @@ class ExactChains(ABC):
     def __init__(self, problem: Problem, z: Tensor, log_slab: Tensor, generator: torch.Generator) -> None:
         x = problem.x
         self._problem, self._generator = problem, generator
-        gated = x.shape[1] - problem.always
-        self._features, self._slabs = x.shape[1] * problem.outputs, gated * problem.outputs
-        self._x = torch.cat([x[:, :gated], problem.ungated], 1)
-        switched = problem.switched(torch.eye(problem.gates, dtype=torch.bool))[:, :gated]
+        gated = problem.gated
+        self._features, self._slabs = x.shape[1] * problem.outputs, gated.shape[1] * problem.outputs
+        self._x = torch.cat([gated, problem.ungated], 1)
+        switched = problem.switched(torch.eye(problem.gates, dtype=torch.bool))[:, : gated.shape[1]]
         self._members, self._valid = open_positions(switched)
         self._prior = problem.prior.gates()
         self._likelihood = problem.likelihood.at(problem.likelihood.theta.expand(len(z), -1))

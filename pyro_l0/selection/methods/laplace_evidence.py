@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.monte_carlo import MOST_ERROR
-from pyro_l0.maths.second_order import Point, Step, maximise
+from pyro_l0.maths.second_order import Normals, Point, Step, maximise
 from pyro_l0.selection.families.likelihood import Likelihood
 from pyro_l0.selection.methods.grid import (
     Batch,
@@ -33,79 +33,45 @@ __all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode"]
 _GAIN = 1e-5
 
 
-class Normals(NamedTuple):
-    """Normal approximations of s gate vectors with m coefficients for each of K outputs."""
-
-    mean: Tensor  # shape (s, m, K)
-    root: Tensor  # Cholesky factor of the precision, shape (s, m K, m K)
-    log_evidence: Tensor  # log of the integral of likelihood times prior, shape (s,)
-
-    def variances(self) -> Tensor:
-        """Of the coefficients, shape ``(s, m, K)``."""
-        return torch.cholesky_inverse(self.root).diagonal(dim1=1, dim2=2).reshape(self.mean.shape)
-
-    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One of each gate vector, shape ``(s, m, K)``, and their log densities, but for the power of 2 pi."""
-        noise = torch.randn(self.root.shape[:2], generator=generator, dtype=torch.float64)[:, :, None]
-        spread = torch.linalg.solve_triangular(self.root.mT, noise, upper=True)
-        return self.mean + spread.reshape(self.mean.shape), _half_log_det(self.root) - 0.5 * noise.square().sum((1, 2))
-
-    def of(self, which: Tensor) -> Normals:
-        """Those of some gate vectors."""
-        return Normals(self.mean[which], self.root[which], self.log_evidence[which])
-
-
-def _half_log_det(root: Tensor) -> Tensor:
-    return root.diagonal(dim1=1, dim2=2).log().sum(1)
-
-
 class Mode(NamedTuple):
     """Laplace's approximation of s gate vectors with m coefficients for each of K outputs."""
 
     likelihood: Likelihood
     columns: Tensor  # features, shape (s, m, n)
     precision: Tensor  # of the priors, shape (s, m)
-    coefficients: Tensor  # at the mode, shape (s, m, K)
-    root: Tensor  # Cholesky factor of the precision there, shape (s, m K, m K)
+    normals: Normals  # of the coefficients, around the mode, shape (s, m, K)
     log_evidence: Tensor  # log of the integral of likelihood times prior, shape (s,)
-
-    def variances(self) -> Tensor:
-        """Of the coefficients, shape ``(s, m, K)``."""
-        return self._covariance().diagonal(dim1=1, dim2=2).reshape(self.coefficients.shape)
 
     def means(self) -> Tensor:
         """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2."""
-        s, m, outputs = self.coefficients.shape
-        covariance = self._covariance()
-        eta = self.columns.mT @ self.coefficients
+        mode, root, _ = self.normals
+        s, m, outputs = mode.shape
+        covariance, eta = torch.cholesky_inverse(root), self.columns.mT @ mode
         of_eta = self.likelihood.trace_slope(self.columns, eta, covariance.view(s, m, outputs, m, outputs))
         slope = self.columns @ of_eta
         shift: Tensor = (covariance @ slope.flatten(1)[:, :, None]).reshape(s, m, outputs)
-        return self.coefficients - 0.5 * shift
+        return mode - 0.5 * shift
 
-    def at(self, which: Tensor, precision: Tensor) -> tuple[Normals, Tensor]:
+    def at(self, which: Tensor, precision: Tensor) -> tuple[Normals, Tensor, Tensor]:
         """Those of some gate vectors under other priors, with the log likelihood to second order at the old mode.
 
-        The determinant of its Hessian follows to first order: its slope is in the means. The second result is by how
-        many deviations each mode moves, squared, shape ``(len(which),)``.
+        The determinant of its Hessian follows to first order: its slope is in the means. The other results are the log
+        evidence and by how many deviations each mode moves, squared, shape ``(len(which),)``.
         """
-        outputs = self.coefficients.shape[2]
+        modes, old, _ = self.normals
+        outputs = modes.shape[2]
         change = (precision - self.precision[which]).repeat_interleave(outputs, 1)
-        hessian, shift = (self.root @ self.root.mT)[which], (self.means() - self.coefficients).flatten(1)[which]
+        hessian, shift = (old @ old.mT)[which], (self.means() - modes).flatten(1)[which]
         root = torch.linalg.cholesky(hessian + torch.diag_embed(change))
-        mode = self.coefficients[which].flatten(1)
+        mode = modes[which].flatten(1)
         white = torch.linalg.solve_triangular(root, (-change * mode)[:, :, None], upper=False)
         move = torch.linalg.solve_triangular(root.mT, white, upper=True)
         reach = white.square().sum((1, 2))
-        before = self.log_evidence - 0.5 * outputs * self.precision.log().sum(1) + _half_log_det(self.root)
-        after = 0.5 * (outputs * precision.log().sum(1) + reach - (change * mode.square()).sum(1)) - _half_log_det(root)
-        after = after + (move.mT @ hessian @ shift[:, :, None]).flatten()
-        mean = (mode + shift + move[:, :, 0]).reshape(len(which), *self.coefficients.shape[1:])
-        return Normals(mean, root, before[which] + after), reach
-
-    def _covariance(self) -> Tensor:
-        covariance: Tensor = torch.cholesky_inverse(self.root)
-        return covariance
+        before = self.log_evidence - 0.5 * outputs * self.precision.log().sum(1) + self.normals.half_log_det()
+        normals = Normals((mode + shift + move[:, :, 0]).reshape(len(which), *modes.shape[1:]), root)
+        after = 0.5 * (outputs * precision.log().sum(1) + reach - (change * mode.square()).sum(1))
+        after = after - normals.half_log_det() + (move.mT @ hessian @ shift[:, :, None]).flatten()
+        return normals, before[which] + after, reach
 
 
 def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start: Tensor) -> Mode:
@@ -135,11 +101,11 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
 
     point = start, columns.mT @ start
     (x, _), value, step = maximise(value_at, step_from, point, "Look for features of very different sizes.")
-    root = step.curvature
     half_prior = 0.5 * x.shape[2] * precision.log().sum(1)
     # The last step gains less than _GAIN: it is taken without a check.
-    log_evidence = value + 0.5 * step.gain + half_prior - _half_log_det(root)
-    return Mode(likelihood, columns, precision, x + step.moves[0], root, log_evidence)
+    normals = Normals(x + step.moves[0], step.curvature)
+    log_evidence = value + 0.5 * step.gain + half_prior - normals.half_log_det()
+    return Mode(likelihood, columns, precision, normals, log_evidence)
 
 
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
@@ -205,7 +171,7 @@ class LaplaceEvidence(GridEvidence[Batch]):
             k = batch.open.shape[1]
             log_slab = self._nodes(batch)[0][:, ::2]  # means to a few parts in a thousand
             modes = self._modes_along(batch, log_slab.T)
-            found = [(mode.log_evidence, mode.means()[:, :k], mode.variances()[:, :k]) for mode in modes]
+            found = [(mode.log_evidence, mode.means()[:, :k], mode.normals.variances()[:, :k]) for mode in modes]
             log_evidence, mean, variance = (
                 torch.cat(x).unflatten(0, (-1, len(batch.rows))) for x in zip(*found, strict=True)
             )
@@ -242,12 +208,12 @@ class LaplaceEvidence(GridEvidence[Batch]):
                 centre = left[middle[batch.rows]]
                 (mode,) = self._modes_along(batch, log_slab[centre][None], start and start(z[centre], log_slab[centre]))
                 row, which = draws_of(batch.rows, group)
-                found, reach = mode.at(which, self._precision(log_slab[left[row]], batch.open.shape[1]))
+                normals, found, reach = mode.at(which, self._precision(log_slab[left[row]], batch.open.shape[1]))
                 near = torch.nonzero(reach <= _REACH)[:, 0]
                 at = left[row[near]]
                 is_far[row[near]] = False
-                log_evidence[at] = found.log_evidence[near]
-                parts.append((Batch(at, batch.open[which[near]]), found.of(near)))
+                log_evidence[at] = found[near]
+                parts.append((Batch(at, batch.open[which[near]]), Normals(normals.mean[near], normals.root[near])))
             left = left[is_far]
         return LaplaceFit(z, slab_scale, log_evidence, parts)
 
@@ -258,12 +224,13 @@ class LaplaceEvidence(GridEvidence[Batch]):
         log_ratio, parts = torch.empty(len(which), dtype=torch.float64), []
         for batch, found in fit.parts:
             row, own = draws_of(batch.rows, which)
-            normals = found.of(own)
-            drawn, log_density = normals.draw(generator)
+            normals = Normals(found.mean[own], found.root[own])
+            noise = torch.randn(normals.mean.shape, generator=generator, dtype=torch.float64)
+            drawn, log_density = normals.draw(noise), normals.half_log_det() - 0.5 * noise.square().sum((1, 2))
             k = batch.open.shape[1]
             precision = self._precision(fit.slab_scale[which[row]].log(), k)[:, :, None]
             log_prior = 0.5 * (precision.log() - precision * drawn.square()).sum((1, 2))
-            log_ratio[row] = log_prior - log_density - normals.log_evidence
+            log_ratio[row] = log_prior - log_density - fit.log_evidence[which[row]]
             parts.append((Batch(row, batch.open[own]), drawn[:, :k]))
             if problem.intercept:
                 intercept[row] = drawn[:, k]
@@ -337,7 +304,7 @@ class LaplaceEvidence(GridEvidence[Batch]):
             precision = self._precision(scales.expand(len(scales), m).flatten(), k)
             each, x = (part.expand(len(scales), *part.shape).flatten(0, 1) for part in (columns, begin))
             mode = find_mode(self._likelihood, each, precision, x)
-            begin = mode.coefficients[-m:]
+            begin = mode.normals.mean[-m:]
             yield mode
 
     def _precision(self, log_slab: Tensor, k: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.monte_carlo import MOST_ERROR
-from pyro_l0.maths.second_order import Quadratic, open_positions, quadratic_of
+from pyro_l0.maths.second_order import open_positions
 from pyro_l0.maths.tempered_gibbs import (
     GibbsRun,
     IndependentGates,
@@ -20,7 +20,6 @@ from pyro_l0.maths.tempered_gibbs import (
     sampled_on_expansions,
     sampled_target,
 )
-from pyro_l0.selection.families.likelihood import weighted_design
 from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
@@ -161,35 +160,8 @@ def null_predictor(problem: Problem) -> Tensor:
     if problem.always or problem.offset is not None or known is None:
         start = zero.new_zeros(1, columns.shape[1], problem.outputs)
         mode = find_mode(problem.likelihood, columns.T[None], problem.ungated_precision[None], start)
-        return columns @ mode.coefficients[0]
+        return columns @ mode.normals.mean[0]
     return zero + known
-
-
-def expanded(problem: Problem, eta: Tensor) -> tuple[Quadratic, Callable[[Tensor], Tensor]]:
-    """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``.
-
-    That is a quadratic of the coefficients of gated features, the K of each side by side, up to a constant. The second
-    result gives the mean of the u coefficients without a gate at some others: shape ``(S, p K)`` to ``(S, u, K)``.
-    """
-    ungated = problem.ungated
-    x = torch.cat([problem.x[:, : problem.x.shape[1] - problem.always], ungated], 1)
-    slope, curvature = (part[0] for part in problem.likelihood.fitted(eta[None]).derivatives(eta[None]))
-    design = weighted_design(curvature, x)[1]
-    residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
-    width = ungated.shape[1] * problem.outputs
-    sizes = [design.shape[1] - width, width]
-    linear, own = (x.T @ residual).flatten().split(sizes)
-    design, columns = design.split(sizes, 1)  # the second is J
-    # The mean where all other coefficients are zero, and by how much it falls with each of these.
-    precision = problem.ungated_precision.repeat_interleave(problem.outputs)
-    inverse = torch.linalg.inv(columns.T @ columns + precision.diag())
-    mean, crossed = inverse @ own, columns.T @ design
-    falls = inverse @ crossed
-    # (I - U t U')^2 = I - J (J'J + S^-2)^-1 J' for the left singular vectors U of J S.
-    left, values, _ = torch.linalg.svd(columns / precision.sqrt(), full_matrices=False)
-    design = design - (left * (1 - (1 + values.square()).rsqrt())) @ (left.T @ design)
-    quadratic = quadratic_of(design.T, linear - crossed.T @ mean)
-    return quadratic, lambda beta: (mean - beta @ falls.T).view(len(beta), -1, problem.outputs)
 
 
 def gate_of(problem: Problem) -> Tensor | None:
@@ -289,7 +261,8 @@ class _Walk(ScaleWalk):
     def __init__(self, problem: Problem, eta: Tensor, effort: Effort) -> None:
         prior = problem.prior
         self._outputs, self._always = problem.outputs, problem.always
-        quadratic, self._ungated = expanded(problem, eta)
+        likelihood, precision = problem.likelihood, problem.ungated_precision
+        quadratic, self._ungated = likelihood.expanded(problem.gated, problem.ungated, precision, eta)
         slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
         super().__init__(
             quadratic,

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit, sample_posterior
 from pyro_l0.infer.posterior.log_joint import LogJoint
+from pyro_l0.infer.target import InferenceTarget
 from tests.bench.timing import options_of
 
 Array = NDArray[np.float64]
@@ -291,7 +292,7 @@ def by_check_fit(case: Case) -> float:
 
 def by_log_joint(case: Case) -> float:
     """The density that NUTS sees, at some points, to .01 nats and four digits."""
-    joint = LogJoint(case, (), {})
+    joint = LogJoint(InferenceTarget(case))
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(6, joint.latent.size, generator=generator).to(joint.start)
     codes = joint.codes[torch.randint(len(joint.codes), (6,), generator=generator)]

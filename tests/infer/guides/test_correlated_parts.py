@@ -16,6 +16,7 @@ from pyro_l0.infer.elbo.estimators import leave_one_out
 from pyro_l0.infer.guides.correlated import GateChain, HyperPosterior
 from pyro_l0.infer.posterior.check_fit import Evidence, log_ratios
 from pyro_l0.infer.slabs import Conditional
+from pyro_l0.infer.target import InferenceTarget
 from tests.infer.regressions import correlated_guide, regression, shaken
 from tests.maths.spike_and_slab import log_evidence
 from tests.reference_posteriors import all_gates
@@ -147,7 +148,7 @@ def exact_loss(guide, objective, lam):
     odds = guide.joint.chain.log_odds(base, STATES, X.new_zeros(len(STATES), 0))
     log_q = BernoulliGate(logits=odds).log_prob(STATES).sum(-1)
     given = guide.joint.slab_posterior.given(STATES, X.new_zeros(len(STATES), 0))
-    precision = torch.diag(X.new_full((P,), 1 / TAU)) @ given.cholesky @ given.cholesky.mT / TAU
+    precision = torch.diag(X.new_full((P,), 1 / TAU)) @ given.root @ given.root.mT / TAU
     slabs = torch.distributions.MultivariateNormal(given.mean, precision_matrix=precision)
     prior = torch.distributions.MultivariateNormal(X.new_zeros(P), torch.eye(P, dtype=X.dtype) * TAU**2)
     gated = X * STATES[:, None]
@@ -229,7 +230,7 @@ def exactly(p=2):
 def test_log_ratios_of_the_exact_posterior_are_the_evidence(mapped):
     """Every draw's, to nine digits; and all bounds of them."""
     guide, exact = exactly()
-    ratios = log_ratios(guide.model, guide, (), {}, mapped)[0](20)
+    ratios = log_ratios(InferenceTarget(guide.model, slab=guide.slab), guide, mapped)[0](20)
     torch.testing.assert_close(ratios, X.new_full((20,), exact), rtol=1e-9, atol=0)
     evidence = Evidence.of(ratios)
     assert evidence.elbo == pytest.approx(exact, rel=1e-9)
@@ -274,7 +275,7 @@ def test_log_ratios_of_slabs_in_events(gates, gate_events, slabs, slab_events, p
         guide.sites["w"]["loc"].copy_(variance * y / SIGMA**2)
         guide.sites["w"]["log_scale"].fill_(0.5 * math.log(variance))
     pyro.set_rng_seed(4)
-    ratios = log_ratios(means, guide, (), {}, mapped)[0](20)
+    ratios = log_ratios(InferenceTarget(means, slab=guide.slab), guide, mapped)[0](20)
     torch.testing.assert_close(ratios, exact.expand(20), rtol=1e-9, atol=0)
     found = fit(means, guide, steps=100, num_particles=4, learning_rate=1e-4, seed=0)
     assert found.log_evidence == pytest.approx(float(exact), abs=1e-3)

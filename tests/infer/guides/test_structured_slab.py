@@ -43,12 +43,16 @@ def test_mean_draw_and_density(loc):
 
 
 def test_covariance_of_draws():
-    """The linear map from noise to draws has the posterior's covariance as its square."""
+    """The linear map from noise to draws has the posterior's covariance as its square, with the variances."""
     for gates in GATES:
         rows = gates.expand(P, P)
         given = slab_given_gates(CURVATURE, LINEAR, rows, SCALE)
         root = given.draw(torch.eye(P, dtype=torch.float64)) - given.mean
-        torch.testing.assert_close(root.mT @ root, direct(gates, torch.zeros(P).double()).covariance_matrix)
+        exact = direct(gates, torch.zeros(P).double())
+        torch.testing.assert_close(root.mT @ root, exact.covariance_matrix)
+        torch.testing.assert_close(given.variances()[0], exact.variance)
+        log_det = exact.precision_matrix.logdet() + 2 * SCALE.log().sum()
+        torch.testing.assert_close(given.half_log_det()[0], 0.5 * log_det)
 
 
 def test_float32_and_huge_curvature():
@@ -56,7 +60,7 @@ def test_float32_and_huge_curvature():
     curvature, linear = 1e8 * CURVATURE, 1e8 * LINEAR
     exact = slab_given_gates(curvature, linear, GATES, SCALE)
     given = slab_given_gates(curvature.float(), linear.float(), GATES.float(), SCALE.float())
-    assert given.mean.dtype == given.cholesky.dtype == torch.float32
+    assert given.mean.dtype == given.root.dtype == torch.float32
     torch.testing.assert_close(given.mean.double(), exact.mean, rtol=3e-4, atol=1e-5)
 
 

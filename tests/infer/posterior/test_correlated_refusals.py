@@ -12,6 +12,7 @@ from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
 from pyro_l0.infer.posterior import fit as fitting
 from pyro_l0.infer.posterior.check_fit import log_ratios
+from pyro_l0.infer.target import InferenceTarget
 from tests.infer.regressions import correlated_guide, leave_one_out
 
 SLAB = {"w": "z"}
@@ -121,10 +122,11 @@ def test_a_latent_site_that_no_guide_has(kind):
     """By its name, from a fit, its evidence and its check, and without a warning of something else before."""
     guide = correlated(with_noise, hyper=(), **kind)
     guide()
+    target = InferenceTarget(with_noise, slab=guide.slab)
     for ask in (
         lambda: fit(with_noise, guide, steps=5),
-        lambda: log_ratios(with_noise, guide, (), {}),
-        lambda: log_ratios(with_noise, guide, (), {}, False)[0](5),
+        lambda: log_ratios(target, guide),
+        lambda: log_ratios(target, guide, False)[0](5),
     ):
         with pytest.raises(ValueError, match="Latent site 'sigma' of the model has no posterior in the guide"):
             ask()

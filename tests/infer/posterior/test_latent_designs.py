@@ -11,7 +11,8 @@ import torch
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
-from pyro_l0.infer.guides.correlated import Structure, correlated_posterior, model_runs
+from pyro_l0.infer.guides.correlated import Structure, correlated_posterior
+from pyro_l0.infer.target import InferenceTarget
 from tests.reference_posteriors import all_gates
 
 RATE, NOISE, N = 0.3, 0.6, 25
@@ -175,9 +176,7 @@ def drawn_before_the_gates(observation):
         with pyro.plate("data", 30) if observation(LABELS, LABELS, LABELS).batch_shape else nullcontext():
             pyro.sample("y", observation(b @ DESIGN.mT, a, u), obs=LABELS)
 
-    return list(
-        correlated_posterior(*model_runs(model, (), {}, SLAB), Structure(True, True, True), SLAB, None).hyper.shapes
-    )
+    return list(correlated_posterior(InferenceTarget(model, slab=SLAB), Structure(True, True, True), None).hyper.shapes)
 
 
 @pytest.mark.parametrize("kind", SUMS)

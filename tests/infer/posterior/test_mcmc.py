@@ -15,6 +15,7 @@ from pyro_l0.infer import sample_posterior
 from pyro_l0.infer.posterior.log_joint import LogJoint, recorded_with_slope
 from pyro_l0.infer.posterior.mcmc import chain_statistics, error_of_probs, moved_by_swaps, slabs_of
 from pyro_l0.infer.reparam import RectifyReparam
+from pyro_l0.infer.target import InferenceTarget
 from tests.infer.regressions import regression
 from tests.reference_posteriors import GaussianPosterior
 
@@ -56,7 +57,7 @@ def exact(x, y):
 def test_tables_integrate_to_the_exact_posterior():
     """All gates at places on a grid of weights, whose sums are the integrals."""
     x, y = data(columns=2)
-    posterior = LogJoint(of_features, (x, y), {})
+    posterior = LogJoint(InferenceTarget(of_features, (x, y)))
     grid = torch.linspace(-2.5, 2.5, 101)
     vectors = torch.cartesian_prod(grid, grid)
     weights = posterior.tables(vectors).double().flatten().softmax(0).reshape(len(vectors), 4)
@@ -125,7 +126,7 @@ def test_chains_that_all_stay_in_one_mode_are_found_out():
     x, y = twins(1.5)
     for sign, gate in itertools.product((1.0, -1.0), (bernoulli, sharp)):
         x[:, 1] = sign * x[:, 0]
-        posterior = LogJoint(of_features, (x, y, gate), {})
+        posterior = LogJoint(InferenceTarget(of_features, (x, y, gate)))
         draws = torch.tensor([2.0, 0.1, -0.2]) + 0.05 * torch.randn(200, 3)
         codes = torch.tensor([1.0, 0.0, 0.0]).expand(200, 3)
         if gate is sharp:
@@ -139,7 +140,7 @@ def test_chains_that_all_stay_in_one_mode_are_found_out():
 def test_draws_that_are_right_stay_under_exchanges():
     """Independent draws of the posterior of two features that are the same, by resampling the prior's."""
     x, y = twins(0.3)
-    posterior = LogJoint(of_features, (x, y), {})
+    posterior = LogJoint(InferenceTarget(of_features, (x, y)))
     vectors, codes = 0.5 * torch.randn(100_000, 3), (torch.rand(100_000, 3) < 0.3).float()
     prior = dist.Normal(0.0, 0.5).log_prob(vectors).sum(-1) + BernoulliGate(probs=0.3).log_prob(codes).sum(-1)
     chosen = torch.distributions.Categorical(logits=posterior.many(vectors, codes)[0] - prior).sample((1000,))
@@ -190,7 +191,7 @@ def test_any_model():
 def test_density_is_pyros():
     """At places where the support of a site hangs on another site; recorded or not."""
     counts = torch.tensor([1.0, 2.0, 0.0, 3.0])
-    posterior = LogJoint(hierarchical, (counts, 2), {"width": 3})
+    posterior = LogJoint(InferenceTarget(hierarchical, (counts, 2), {"width": 3}))
     vector, code = torch.randn(len(posterior.start)), posterior.codes[5]
     log_density, values = posterior(vector, code)
     reparameterised = pyro.poutine.reparam(hierarchical, {"r": RectifyReparam()})

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -11,10 +12,10 @@ from pyro import poutine
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.diagnostics import to_arviz
-from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit, sample_posterior
-from pyro_l0.infer.guides import correlated
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit, sample_posterior, target
 from pyro_l0.infer.posterior import log_joint
 from pyro_l0.infer.posterior.log_joint import LogJoint
+from pyro_l0.infer.target import InferenceTarget
 from tests.bench.posteriors.fuzz_models import Case, tried
 from tests.infer.regressions import correlated_guide
 from tests.reference_posteriors import all_gates
@@ -94,9 +95,21 @@ def as_prior(rate):
     return rate and rate._replace(open=torch.tensor(1.0).double(), closed=torch.tensor(3.0).double())
 
 
+def test_a_run_is_drawn_when_it_is_read():
+    """Once, so that seeds mean what they did before; and again in a copy."""
+    before = torch.get_rng_state()
+    found = InferenceTarget(plain, slab={"w": "z"})
+    assert torch.equal(before, torch.get_rng_state())
+    first, after = found.latent, torch.get_rng_state()
+    assert not torch.equal(before, after)
+    assert torch.equal(first["w"], found.sites["w"]["value"])
+    assert torch.equal(after, torch.get_rng_state())
+    assert not torch.equal(first["w"], replace(found).latent["w"])
+
+
 def test_a_target_without_a_scale_is_found(monkeypatch):
     """As where the library forgets one: the site and both changes are named."""
-    monkeypatch.setattr(correlated, "without_scales", lambda sites, slab: dict(sites))
+    monkeypatch.setattr(target, "without_scales", lambda sites, slab: dict(sites))
     with pytest.raises(ValueError, match=r"that AutoSpikeSlab .* from one value of 'z' to another it"):
         refined(lambda: plain(5.0))
     refined(plain)
@@ -104,8 +117,8 @@ def test_a_target_without_a_scale_is_found(monkeypatch):
 
 def test_a_target_with_another_rate_is_found(monkeypatch):
     """A rate that is taken for conjugate by its prior."""
-    rate = correlated._conjugate_rate
-    monkeypatch.setattr(correlated, "_conjugate_rate", lambda *args: as_prior(rate(*args)))
+    rate = InferenceTarget.conjugate_rate
+    monkeypatch.setattr(InferenceTarget, "conjugate_rate", lambda *args: as_prior(rate(*args)))
     with pytest.raises(ValueError, match=r"from one value of 'rate' to another it changes by .* Make a new guide"):
         refined(lambda: beta(children=True))
     refined(beta)
@@ -115,8 +128,8 @@ def test_another_density_of_a_sampler_is_found(monkeypatch):
     """One without scales."""
     monkeypatch.setattr(log_joint, "log_prob", lambda site: site["fn"].log_prob(site["value"]))
     with pytest.raises(ValueError, match=r"the log density that sample_posterior uses .* from one value of 'z' to"):
-        LogJoint(lambda: plain(5.0), (), {})
-    LogJoint(plain, (), {})
+        LogJoint(InferenceTarget(lambda: plain(5.0)))
+    LogJoint(InferenceTarget(plain))
 
 
 def test_a_model_that_differs_under_vmap_is_found():

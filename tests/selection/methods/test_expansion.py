@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_l0.selection.families import Bernoulli, Poisson
-from pyro_l0.selection.methods.sampling import expanded, null_predictor
+from pyro_l0.selection.methods.sampling import null_predictor
 from pyro_l0.selection.problem import Prior
 from tests.maths.spike_and_slab import seeded
 from tests.selection.families import named_problem
@@ -51,7 +51,8 @@ def test_intercepts_integrated_out(family, intercept):
     first, rest = slice(0, k), slice(k, None)
     inverse = torch.linalg.inv(precision[first, first]) if intercept else torch.zeros(k, k).double()
     gain = precision[rest, first] @ inverse
-    quadratic, intercept_of = expanded(given, eta)
+    features = given.gated, given.ungated, given.ungated_precision
+    quadratic, intercept_of = given.likelihood.expanded(*features, eta)
     index = torch.arange(p * k)
     torch.testing.assert_close(quadratic.linear, slope[rest] - gain @ slope[first])
     torch.testing.assert_close(quadratic.rows(index[None])[0], precision[rest, rest] - gain @ precision[first, rest])

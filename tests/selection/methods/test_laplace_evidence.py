@@ -69,10 +69,10 @@ def test_evidence_and_modes(family, intercept):
         beta = expected.mode[group.rows].reshape(len(group.rows), -1, problem.outputs)
         place = group.open[:, :, None].expand(-1, -1, problem.outputs)
         torch.testing.assert_close(
-            mode.coefficients[:, : group.open.shape[1]], beta.gather(1, place), rtol=0, atol=1e-3
+            mode.normals.mean[:, : group.open.shape[1]], beta.gather(1, place), rtol=0, atol=1e-3
         )
         if intercept:
-            torch.testing.assert_close(mode.coefficients[:, -1], beta[:, -1], rtol=0, atol=1e-3)
+            torch.testing.assert_close(mode.normals.mean[:, -1], beta[:, -1], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,13 +116,13 @@ def test_means_to_the_next_order(family):
 
         return -torch.autograd.functional.hessian(log_joint, beta, create_graph=True)
 
-    beta = mode.coefficients.flatten().clone().requires_grad_()
+    beta = mode.normals.mean.flatten().clone().requires_grad_()
     matrix = hessian(beta)
     (slope,) = torch.autograd.grad(torch.logdet(matrix), beta)
     expected = beta - 0.5 * torch.linalg.solve(matrix, slope)
     torch.testing.assert_close(mode.means().flatten(), expected.detach(), rtol=0, atol=2e-4)
     torch.testing.assert_close(
-        mode.variances().flatten(), torch.linalg.inv(matrix).diagonal().detach(), rtol=2e-3, atol=0
+        mode.normals.variances().flatten(), torch.linalg.inv(matrix).diagonal().detach(), rtol=2e-3, atol=0
     )
 
 
