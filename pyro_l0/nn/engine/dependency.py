@@ -149,8 +149,11 @@ class Presence:
             each = _spread(link, self.known[link.source])
             of_link = [x for x in linked if any(link.source is axis for axis in self.maps.axes[x])]
             found = self.statements.some_each(found, _without_factors(each, of_link))
-        if operation.name == "aten::glu":  # the last link is from the half that makes its zeros
-            found[NONZERO] = _spread(links[-1], self.known[links[-1].source])[NONZERO]
+        for link in (link for link in links if link.is_factor):
+            at = slice(None) if link.target_entries is None else link.target_entries
+            found[NONZERO, at] = self.statements.both_each(
+                found[NONZERO, at], _spread(link, self.known[link.source])[NONZERO, at]
+            )
         read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
         if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
             found[VARYING] = self.statements.some_of(found[VARYING])

@@ -122,6 +122,7 @@ class Link:
     source_entries: Index | None = None  # which are read; None for all
     target_entries: Index | None = None  # which read them, in the same order; None for all
     where: Mask | None = None  # whether an entry is read at all, by entry that is linked; None for all
+    is_factor: bool = False  # whether a zero makes a zero, whatever else is linked with the same entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,12 +305,22 @@ class Maps:
                 self.passes(source, dim, target, dim, least)
 
     def part(
-        self, source: Value, dim: int, target: Value, target_dim: int, entries: Index, target_entries: Index
+        self,
+        source: Value,
+        dim: int,
+        target: Value,
+        target_dim: int,
+        entries: Index,
+        target_entries: Index,
+        is_factor: bool = False,
     ) -> None:
-        """Say that ``entries`` of an input are ``target_entries`` of the output, in order, and just as constant."""
+        """Say that ``entries`` of an input are ``target_entries`` of the output, in order, and just as constant.
+
+        With ``is_factor`` they multiply what other parts have there: a zero makes a zero.
+        """
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         self.slots.join_entries(one.dimension, entries, other.dimension, target_entries)
-        self._say(Link(one, other, entries, target_entries))
+        self._say(Link(one, other, entries, target_entries, is_factor=is_factor))
         kinds = other.kinds.copy()
         kinds[target_entries] = one.kinds[entries]
         other.kinds = kinds

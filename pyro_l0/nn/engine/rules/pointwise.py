@@ -65,7 +65,8 @@ def glu(maps: Maps, operation: Operation) -> None:
             maps.passes(x, dim, output, dim)
         else:
             for start in (size, 0):
-                maps.part(x, dim, output, dim, np.arange(start, start + size), np.arange(size))
+                entries = np.arange(start, start + size)
+                maps.part(x, dim, output, dim, entries, np.arange(size), is_factor=start == 0)
             kinds = maps.kinds(x, dim)
             both = np.maximum(kinds[:size], kinds[size:])
             maps.set_kinds(output, dim, np.where(kinds[:size] == ZERO, np.uint8(ZERO), both))
