@@ -168,11 +168,9 @@ class Presence:
 
 def factors(maps: Maps, operation: Operation) -> list[Value] | None:
     """The tensors of which a zero in one makes a zero of the result; None if there are none such."""
-    product = next((product for product in maps.products if product.operation is operation), None)
-    if product is not None and product.is_attention:
-        return [operation.value("value")]
+    product = next((product for product in reversed(maps.products) if product.operation is operation), None)
     if product is not None:
-        return [value for value in dict.fromkeys(operation.inputs) if value is not operation.added]
+        return list(dict.fromkeys(product.factors))
     if any(isinstance(x, Link) and x.where is not None for x in maps.relations[operation]):
         return [x for x in dict.fromkeys(operation.inputs) if x.dtype.is_floating_point or x.dtype.is_complex]
     return None

@@ -189,10 +189,14 @@ class ConstantInput:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """The dimensions whose sizes multiply to an operation's multiply-adds."""
+    """The dimensions whose sizes multiply to an operation's multiply-adds, and the inputs that it multiplies.
+
+    The last product of an operation makes its result: a zero in one factor makes a zero.
+    """
 
     operation: Operation
     axes: tuple[Axis, ...]
+    factors: tuple[Value, ...]
     is_attention: bool = False
 
 

@@ -113,9 +113,9 @@ class Operation:
         return found if isinstance(found, Value) else None
 
     @property
-    def added(self) -> Value | None:
-        """The bias that it adds to a product."""
-        return self.maybe("bias") or (self.maybe("self") if "add" in self.name else None)
+    def is_view(self) -> bool:
+        """Whether what it made is its input's memory, as torch says."""
+        return bool(getattr(self.function, "is_view", False))
 
     def integer(self, name: str) -> int:
         """The argument of this name, an integer."""
@@ -459,7 +459,8 @@ def _without_saved(operations: Sequence[Operation]) -> Iterator[Operation]:
     """Leave out what autograd saves for itself: detached tensors that nobody reads."""
     read = {value for operation in operations for value in operation.inputs}
     for operation in operations:
-        if operation.name != "aten::detach" or any(x in read or x.is_output for x in operation.made):
+        is_same = operation.is_view and operation.output.shape == operation.inputs[0].shape
+        if not is_same or any(x in read or x.is_output for x in operation.made):
             yield operation
 
 
