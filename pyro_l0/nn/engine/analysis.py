@@ -168,7 +168,7 @@ def keep_parts_even(maps: Maps, solution: Solution) -> bool:
     """Keep units where ``chunk``, ``tensor_split`` or ``split`` would cut the rest elsewhere; return whether any."""
     before = len(maps.pinned_entries)
     for operation in maps.recording.operations:
-        number = operation.arguments.get("chunks", operation.arguments.get("indices_or_sections"))
+        number = operation.arguments.get(find_entry(operation.name).parts)
         if operation in solution.running and isinstance(number, int):
             axes = [maps.axes[part][operation.integer("dim")] for part in operation.made]
             parts: Any = operation.function(torch.empty(sum(map(solution.size, axes))), int(number))

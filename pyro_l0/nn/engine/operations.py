@@ -23,6 +23,7 @@ class Entry:
     arguments: tuple[str, ...] = ()
     is_homogeneous: bool = False
     size: str = ""
+    parts: str = ""
 
 
 ENTRIES: dict[str, Entry] = {}
@@ -36,6 +37,7 @@ def rule(
     arguments: str = "",
     is_homogeneous: bool = False,
     size: str = "",
+    parts: str = "",
 ) -> Callable[[Rule], Rule]:
     """Register a function as the rule of the operations of these names, replacing any earlier entry.
 
@@ -52,6 +54,7 @@ def rule(
             made of them by moves, maxima and sums with weights of at least 0. Gates between 0 and 1 in front of it can
             then go into the weights behind it.
         size: the name of an argument that is the size of a dimension whose units leave, or a list of it.
+        parts: the name of an argument that is the number of parts into which a dimension, ``dim``, is cut evenly.
 
     Example:
         >>> @rule("mine::scale")
@@ -62,7 +65,7 @@ def rule(
     """
 
     def register(function: Rule) -> Rule:
-        entry = Entry(function, tuple(arguments.split()), is_homogeneous, size)
+        entry = Entry(function, tuple(arguments.split()), is_homogeneous, size, parts)
         ENTRIES.update(dict.fromkeys(names, entry))
         WHOLE.update(dict.fromkeys(calls, names[0]))
         return function

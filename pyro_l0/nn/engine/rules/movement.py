@@ -177,8 +177,13 @@ def cut(maps: Maps, operation: Operation) -> None:
     _take(maps, x, output, dim, entries)
 
 
-@rule("aten::chunk", calls=(torch.chunk, Tensor.chunk), arguments="input chunks dim")
-@rule("aten::tensor_split", calls=(torch.tensor_split, Tensor.tensor_split), arguments="input indices_or_sections dim")
+@rule("aten::chunk", calls=(torch.chunk, Tensor.chunk), arguments="input chunks dim", parts="chunks")
+@rule(
+    "aten::tensor_split",
+    calls=(torch.tensor_split, Tensor.tensor_split),
+    arguments="input indices_or_sections dim",
+    parts="indices_or_sections",
+)
 @rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split")
 def split(maps: Maps, operation: Operation) -> None:
     """Consecutive ranges of one dimension; the other dimensions are the same."""
