@@ -432,7 +432,7 @@ class _WholeCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        kwargs = kwargs or {}
+        kwargs, before = kwargs or {}, len(self.recorder.operations)
         if func in WHOLE and not self.recorder.is_paused:
             result = self.recorder.call_whole(WHOLE[func], func, args, kwargs)
         else:
@@ -442,7 +442,7 @@ class _WholeCalls(TorchFunctionMode):
         if func in _SHAPES:
             shape = self.recorder.shape_of(args[0])
             return shape if isinstance(result, torch.Size) else shape[args[1] if len(args) > 1 else kwargs["dim"]]
-        note_sizes(self.recorder.notes, func, (args, kwargs), result)
+        note_sizes(self.recorder.notes, func, (args, kwargs), result, self.recorder.operations[before:])
         return result
 
 

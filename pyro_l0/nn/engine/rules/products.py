@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_l0.nn.engine.maps import CONSTANT, ZERO, Axis, Kinds, Maps, Product, Reshape
 from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.sizes import are_sizes
 
 __all__ = ["contract"]
 
@@ -160,7 +161,15 @@ def _add(maps: Maps, bias: Value, output: Value) -> None:
         maps.set_kind(output, max(maps.kind(output), maps.kind(bias)))
 
 
-@rule("aten::convolution", "aten::_convolution", size="groups")
+@rule(
+    "aten::convolution",
+    "aten::_convolution",
+    "aten::conv1d",
+    "aten::conv2d",
+    "aten::conv3d",
+    size="groups",
+    integers=are_sizes,
+)
 def convolution(maps: Maps, operation: Operation) -> None:
     """Input channels are summed over, group by group; images and kernels stay.
 
