@@ -266,7 +266,14 @@ class Maps:
             axis.kinds = np.full(axis.size, kind, dtype=np.uint8)
 
     def same(
-        self, source: Value, dim: int, target: Value, target_dim: int, where: Mask | None = None, tied: bool = True
+        self,
+        source: Value,
+        dim: int,
+        target: Value,
+        target_dim: int,
+        where: Mask | None = None,
+        tied: bool = True,
+        is_factor: bool = False,
     ) -> None:
         """Say that entry i of an input's dimension is read by entry i of the output's dimension, and by no other.
 
@@ -277,14 +284,22 @@ class Maps:
             target_dim: its dimension.
             where: which entries are read at all, bool of shape ``(size,)``; by default all.
             tied: whether one is removed if and only if the other is.
+            is_factor: whether a zero makes a zero, whatever the other inputs are.
         """
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         if tied:
             self.slots.join(one.dimension, other.dimension)
-        self._say(Link(one, other, where=where))
+        self._say(Link(one, other, where=where, is_factor=is_factor))
 
     def passes(
-        self, source: Value, dim: int, target: Value, target_dim: int, least: int = ZERO, nonzero: int = ZERO
+        self,
+        source: Value,
+        dim: int,
+        target: Value,
+        target_dim: int,
+        least: int = ZERO,
+        nonzero: int = ZERO,
+        is_factor: bool = False,
     ) -> None:
         """Say that entry i of an input is entry i of the output, and just as constant.
 
@@ -295,9 +310,10 @@ class Maps:
             target_dim: its dimension.
             least: what entries become at least, such as :data:`CONSTANT` for zeros to which something is added.
             nonzero: what entries that are not zero become at least.
+            is_factor: whether a zero makes a zero, whatever the other inputs are; of a single input it always does.
         """
         kinds = self.kinds(source, dim)
-        self.same(source, dim, target, target_dim)
+        self.same(source, dim, target, target_dim, is_factor=is_factor)
         if nonzero:
             kinds = np.where(kinds == ZERO, kinds, np.maximum(kinds, np.uint8(nonzero)))
         self.set_kinds(target, target_dim, np.maximum(kinds, np.uint8(least)) if least else kinds)
@@ -445,7 +461,7 @@ class Maps:
     @property
     def location(self) -> str:
         """The operation and the module that it runs in, for messages."""
-        return f"{self.operation.name.removeprefix('aten::')} in {self.operation.path or 'the network'}"
+        return self.operation.location
 
     def module(self) -> nn.Module:
         """The module that runs the operation."""

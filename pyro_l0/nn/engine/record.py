@@ -113,6 +113,11 @@ class Operation:
         return found if isinstance(found, Value) else None
 
     @property
+    def location(self) -> str:
+        """Its name and the module that it runs in, for messages."""
+        return f"{self.name.removeprefix('aten::')} in {self.path or 'the network'}"
+
+    @property
     def is_view(self) -> bool:
         """Whether what it made is its input's memory, as torch says."""
         return bool(getattr(self.function, "is_view", False))
