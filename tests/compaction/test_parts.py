@@ -213,6 +213,23 @@ def test_a_buffer_of_places_stays_whole():
     assert compact(net, {"gate": gates}, torch.ones(1, 6)).network.places.tolist() == [0, 3, 5]
 
 
+@pytest.mark.parametrize(
+    "fill", [lambda h, n: h.masked_fill(h > 1, n), lambda h, n: torch.where(h > 1, h, n), lambda h, n: h // n]
+)
+def test_an_integer_that_is_a_size_and_a_number_stays(fill):
+    """The width that a module holds also stands in what it computes, by whichever operation."""
+
+    def forward(s, x):
+        return s.out(fill(s.gate(s.one(x)).view(-1, s.width), s.width))
+
+    network = Net(forward, one=nn.Linear(6, 8), gate=L0Gate(8), out=nn.Linear(8, 2)).double().eval()
+    network.width = 8
+    x, gates = torch.randn(5, 6).double(), {"gate": (torch.arange(8) % 2).double()}
+    result = compact(network, gates, x)
+    torch.testing.assert_close(result.network(x), fix_gates(network, gates)(x))
+    assert result.network.out.in_features == 8
+
+
 def test_a_stream_that_closes_wholly_behind_views():
     """Its constants are computed with the strides of the recorded tensors, which views rely on."""
 
