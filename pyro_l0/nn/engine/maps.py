@@ -124,6 +124,23 @@ class Link:
     where: Mask | None = None  # whether an entry is read at all, by entry that is linked; None for all
     is_factor: bool = False  # whether a zero makes a zero, whatever else is linked with the same entry
 
+    def forward(self, entries: Index, rest: int) -> Index:
+        """What is known of the input's entries (last dimension) at those of the output; ``rest`` of others."""
+        return _moved(entries, self.source_entries, self.target_entries, self.target.size, rest)
+
+    def back(self, entries: Index, rest: int) -> Index:
+        """What is known of the output's entries (last dimension) at those of the input; ``rest`` of others."""
+        return _moved(entries, self.target_entries, self.source_entries, self.source.size, rest)
+
+
+def _moved(entries: Index, before: Index | None, behind: Index | None, size: int, rest: int) -> Index:
+    entries = entries if before is None else entries[..., before]
+    if behind is None:
+        return entries
+    moved = np.full((*entries.shape[:-1], size), rest)
+    moved[..., behind] = entries
+    return moved
+
 
 @dataclass(frozen=True, eq=False)
 class Reshape:

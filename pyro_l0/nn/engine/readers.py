@@ -170,11 +170,9 @@ def _moved(link: Link, pairs: set[_Pair], is_back: bool = False) -> set[_Pair]:
     """The pairs of an output for those of an input, or the reverse."""
     if link.source_entries is None and link.target_entries is None:
         return pairs
-    sources = np.arange(link.source.size) if link.source_entries is None else link.source_entries
-    targets = np.arange(link.target.size) if link.target_entries is None else link.target_entries
-    before, behind = (targets, sources) if is_back else (sources, targets)
-    moved = dict(zip(before.tolist(), behind.tolist(), strict=True))
-    return {(moved[entry], unit) for entry, unit in pairs if entry in moved}
+    one, other = np.arange(link.source.size), np.arange(link.target.size)
+    moved = (link.forward(one, -1) if is_back else link.back(other, -1)).tolist()
+    return {(moved[entry], unit) for entry, unit in pairs if moved[entry] >= 0}
 
 
 def _regroup(pairs: _Pairs, sources: tuple[Axis, ...], targets: tuple[Axis, ...]) -> None:
