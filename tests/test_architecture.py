@@ -121,3 +121,15 @@ def test_a_family_of_responses_is_named_in_one_place():
         lines = path.read_text().splitlines() if path.parent.name != "families" else []
         asking = [line for line in lines if re.search(r"family (==|!=|in|is) (?!sampled)|isinstance\(.*family", line)]
         assert not asking, path
+
+
+NAMES_OPERATIONS = {"compaction/layers.py": 2}  # its modules' index_select and index_copy, whose rules it replaces
+
+
+def test_an_operation_is_named_by_its_rule_alone():
+    """Strings that name operations of torch; all else that is known of one stands in its entry."""
+    for path in sorted(ROOT.rglob("*.py")):
+        texts = [x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant)]
+        names = [x for x in texts if isinstance(x, str) and re.fullmatch(r"aten::\w+", x)]
+        if path.parent != ROOT / "nn" / "engine" / "rules":
+            assert len(names) == NAMES_OPERATIONS.get(str(path.relative_to(ROOT)), 0), (path, names)

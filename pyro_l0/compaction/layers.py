@@ -4,7 +4,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0.nn.engine import Analysis, Maps, Operation, find_entry, rule
+from pyro_l0.nn.engine import Analysis, Maps, Operation, find_entry
 from pyro_l0.nn.engine.maps import ZERO, runs_as
+from pyro_l0.nn.engine.operations import ENTRIES, Rule
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import GateLayer, keep_being_called
 
@@ -289,17 +291,10 @@ def change_gate(
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again
 
 
-_OWN = {name: find_entry(name).rule for name in ("aten::index_select", "aten::index_copy")}  # the engine's
-
-
-@rule("aten::index_copy")
-@rule("aten::index_select", is_homogeneous=True)
-def move_units(maps: Maps, operation: Operation) -> None:
+def move_units(own: Rule, maps: Maps, operation: Operation) -> None:
     """Before and after a selection or an expansion a unit is the same; elsewhere the engine's own rule holds."""
     module = maps.module()
     if not isinstance(module, _Indexed):
-        own = _OWN[operation.name.removesuffix("_")]
-        assert own is not None
         return own(maps, operation)
     is_select = isinstance(module, Select)
     before, output = operation.value("self"), operation.output
@@ -317,16 +312,20 @@ def move_units(maps: Maps, operation: Operation) -> None:
     maps.tie(maps.axes[operation.value("index")][0], maps.axes[output if is_select else x][unit_dim])
 
 
+for _name in ("aten::index_select", "aten::index_copy"):
+    _entry = find_entry(_name)
+    assert _entry.rule is not None
+    ENTRIES[_name] = replace(_entry, rule=partial(move_units, _entry.rule))
+
+
 def new_indices(network: nn.Module, analysis: Analysis) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
     """By path of a selection or an expansion, its new indices, and how many units it selects from or makes."""
     indices: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, int] = {}
     for operation in analysis.maps.recording.operations:
         module = network.get_submodule(operation.path)
-        is_select = isinstance(module, Select) and operation.name == "aten::index_select"
-        is_expand = isinstance(module, Expand) and operation.name == "aten::index_copy"
-        if is_select or is_expand:
-            assert isinstance(module, _Indexed)
+        if isinstance(module, _Indexed) and "index" in operation.arguments:
+            is_select = isinstance(module, Select)
             x = operation.value("self" if is_select else "source")
             ends = x, operation.output
             few, many = (

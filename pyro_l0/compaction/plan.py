@@ -219,6 +219,7 @@ def gates_into_weights(maps: Maps, gates: Mapping[str, Tensor]) -> tuple[dict[st
     Returns, by name of a weight, the factor of each of its inputs; and the sites of these gates.
     """
     readers: dict[int, list[Operation]] = {}
+    makers = {value: operation for operation in maps.recording.operations for value in operation.made}
     for operation in maps.recording.operations:
         for value in operation.inputs:
             readers.setdefault(id(value), []).append(operation)
@@ -231,7 +232,7 @@ def gates_into_weights(maps: Maps, gates: Mapping[str, Tensor]) -> tuple[dict[st
                 view = [1] * operation.output.rank
                 view[operation.integer("dim")] = -1
                 factor = gate.view(view).expand(operation.output.shape)
-                weight = _weight_of(operation.value("input"), maps.recording.operations)
+                weight = _weight_of(operation.value("input"), makers)
                 if weight is None:
                     found = _follow(maps, operation.output, (factor, torch.ones_like(factor)), readers, found)
                 elif len(weight.names) == len(readers[id(weight)]) == 1 and weight.names[0] not in found:
@@ -245,11 +246,12 @@ def gates_into_weights(maps: Maps, gates: Mapping[str, Tensor]) -> tuple[dict[st
     return factors, folded
 
 
-def _weight_of(value: Value, operations: Sequence[Operation]) -> Value | None:
+def _weight_of(value: Value, makers: Mapping[Value, Operation]) -> Value | None:
     """The recurrent layer's weight that a gate multiplies, whose inputs may be grouped by direction."""
-    for operation in operations:
-        if value in operation.made and operation.function is torch.ops.aten.view.default:
-            value = operation.value("self")
+    maker = makers.get(value)
+    if maker is not None and maker.is_view and value.tensor.is_contiguous():
+        (before,) = maker.inputs
+        value = before if before.tensor.numel() == value.tensor.numel() and before.tensor.is_contiguous() else value
     return value if value.rank == 2 and any("weight_" in name for name in value.names) else None
 
 

@@ -560,7 +560,7 @@ def _agree(what: str, source: Value | Operation | str, count: float, right: floa
         if isinstance(source, Value):
             source = repr(source.names[0]) if source.names else "a computed weight"
         elif isinstance(source, Operation):
-            source = f"{source.name.removeprefix('aten::')} in {source.path or 'the network'}"
+            source = source.location
         raise ValueError(
             f"Expected to count the {right:,.0f} {what} of {source}, but got {count:,.0f}. "
             "Please report it with the network; meanwhile train it with L0_ELBO, whose group_size you give."

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import compact
@@ -212,6 +213,23 @@ def test_a_buffer_of_places_stays_whole():
     assert compact(net, {"gate": gates}, torch.ones(1, 6)).network.places.tolist() == [0, 3, 5]
 
 
+@pytest.mark.parametrize(
+    "fill", [lambda h, n: h.masked_fill(h > 1, n), lambda h, n: torch.where(h > 1, h, n), lambda h, n: h // n]
+)
+def test_an_integer_that_is_a_size_and_a_number_stays(fill):
+    """The width that a module holds also stands in what it computes, by whichever operation."""
+
+    def forward(s, x):
+        return s.out(fill(s.gate(s.one(x)).view(-1, s.width), s.width))
+
+    network = Net(forward, one=nn.Linear(6, 8), gate=L0Gate(8), out=nn.Linear(8, 2)).double().eval()
+    network.width = 8
+    x, gates = torch.randn(5, 6).double(), {"gate": (torch.arange(8) % 2).double()}
+    result = compact(network, gates, x)
+    torch.testing.assert_close(result.network(x), fix_gates(network, gates)(x))
+    assert result.network.out.in_features == 8
+
+
 def test_a_stream_that_closes_wholly_behind_views():
     """Its constants are computed with the strides of the recorded tensors, which views rely on."""
 
@@ -252,3 +270,34 @@ def test_one_entry_from_outside_cuts_prices_and_folds_an_operation(monkeypatch):
     assert tuple(result.network[4].weight.shape) == (3, 3 * 4 * 4)
     is_open = {"1": (gates["1"] > 0).float()}
     assert NetworkCost(network, x).weights(is_open).item() == 3 * 2 + 3 * 3 * 4 * 4
+
+
+def test_an_operation_of_several_inputs_is_recorded_as_one_function(monkeypatch):
+    """An image read at positions that another input says: a closed channel leaves on both sides and is priced so."""
+    monkeypatch.setattr(operations, "ENTRIES", dict(operations.ENTRIES))
+    monkeypatch.setitem(operations.WHOLE, F.grid_sample, "")  # not there afterwards
+
+    @rule("aten::grid_sampler", calls=(F.grid_sample,), arguments="input grid mode padding_mode align_corners")
+    def sample(maps, operation):
+        x, grid, output = operation.value("input"), operation.value("grid"), operation.output
+        maps.passes(x, 0, output, 0)
+        maps.passes(x, 1, output, 1, nonzero=maps.kind(grid), is_factor=True)
+        maps.same(grid, 0, output, 0)
+        for value, first in ((x, 2), (grid, 1), (output, 2)):
+            maps.fixes(value, *range(first, value.rank))
+
+    def forward(net, image, grid):
+        return net.out(F.grid_sample(net.gate(net.enter(image)), grid, align_corners=False))
+
+    network = Net(forward, enter=nn.Conv2d(2, 5, 1), gate=L0Gate(5, dim=1), out=nn.Conv2d(5, 3, 1)).double()
+    example = torch.randn(2, 2, 4, 4).double(), torch.rand(2, 3, 3, 2).double() * 2 - 1
+    gates = {"gate": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0]).double()}
+    expected = fix_gates(network, gates).eval()(*example)
+    small = compact(network, gates, example).network
+    torch.testing.assert_close(small(*example), expected)
+    assert tuple(small.enter.weight.shape[:2]) == (3, 2)
+    assert tuple(small.out.weight.shape[:2]) == (3, 3)
+    is_open = {"gate": (gates["gate"] > 0).float()}
+    cost = NetworkCost(network, example)
+    assert cost.weights(is_open).item() == 3 * 2 + 3 * 3
+    assert cost.group_sizes == {"gate": 3}

@@ -29,7 +29,7 @@ from pyro_l0.nn.engine.maps import (
     Read,
     outer,
 )
-from pyro_l0.nn.engine.operations import find_entry
+from pyro_l0.nn.engine.operations import find_entry, is_pointwise
 from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
 from pyro_l0.nn.engine.sizes import Comparison, Dimension, Holder, Source
 from pyro_l0.nn.engine.statements import FALSE, TRUE, Needs, NormalForms
@@ -168,7 +168,7 @@ def keep_parts_even(maps: Maps, solution: Solution) -> bool:
     """Keep units where ``chunk``, ``tensor_split`` or ``split`` would cut the rest elsewhere; return whether any."""
     before = len(maps.pinned_entries)
     for operation in maps.recording.operations:
-        number = operation.arguments.get("chunks", operation.arguments.get("indices_or_sections"))
+        number = operation.arguments.get(find_entry(operation.name).parts)
         if operation in solution.running and isinstance(number, int):
             axes = [maps.axes[part][operation.integer("dim")] for part in operation.made]
             parts: Any = operation.function(torch.empty(sum(map(solution.size, axes))), int(number))
@@ -649,7 +649,7 @@ def _apply_rule(maps: Maps, operation: Operation) -> None:
     found = find_entry(operation.name).rule
     if found is not None:
         found(maps, operation)
-    elif rules.pointwise.is_pointwise(operation):
+    elif is_pointwise(operation):
         rules.pointwise.pointwise(maps, operation)
     elif operation.inputs:
         maps.barrier()

@@ -135,7 +135,7 @@ class Presence:
     def _links(self, operation: Operation, axis: Axis, links: list[Link]) -> Index:
         """Entries made of linked entries of some inputs, and of others as wholes."""
         linked = {
-            value: _spread(link, self.known[link.source])
+            value: link.forward(self.known[link.source], FALSE)
             for link in links
             for value in operation.inputs
             if any(link.source is x for x in self.maps.axes[value])
@@ -146,11 +146,14 @@ class Presence:
             found = self._together(operation, rest).repeat(axis.size, axis=1)
             found = _without_factors(found, rest)
         for link in links:
-            each = _spread(link, self.known[link.source])
+            each = link.forward(self.known[link.source], FALSE)
             of_link = [x for x in linked if any(link.source is axis for axis in self.maps.axes[x])]
             found = self.statements.some_each(found, _without_factors(each, of_link))
-        if operation.name == "aten::glu":  # the last link is from the half that makes its zeros
-            found[NONZERO] = _spread(links[-1], self.known[links[-1].source])[NONZERO]
+        for link in (link for link in links if link.is_factor):
+            at = slice(None) if link.target_entries is None else link.target_entries
+            found[NONZERO, at] = self.statements.both_each(
+                found[NONZERO, at], link.forward(self.known[link.source], FALSE)[NONZERO, at]
+            )
         read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
         if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
             found[VARYING] = self.statements.some_of(found[VARYING])
@@ -165,11 +168,9 @@ class Presence:
 
 def factors(maps: Maps, operation: Operation) -> list[Value] | None:
     """The tensors of which a zero in one makes a zero of the result; None if there are none such."""
-    product = next((product for product in maps.products if product.operation is operation), None)
-    if product is not None and product.is_attention:
-        return [operation.value("value")]
+    product = next((product for product in reversed(maps.products) if product.operation is operation), None)
     if product is not None:
-        return [value for value in dict.fromkeys(operation.inputs) if value is not operation.added]
+        return list(dict.fromkeys(product.factors))
     if any(isinstance(x, Link) and x.where is not None for x in maps.relations[operation]):
         return [x for x in dict.fromkeys(operation.inputs) if x.dtype.is_floating_point or x.dtype.is_complex]
     return None
@@ -185,16 +186,6 @@ def _without_factors(entries: Index, values: Iterable[Value]) -> Index:
     if any(not value.names and (value.dtype.is_floating_point or value.dtype.is_complex) for value in values):
         return entries
     return np.stack([np.where(entries[NONZERO] == TRUE, FALSE, entries[NONZERO]), entries[VARYING]])
-
-
-def _spread(link: Link, entries: Index) -> Index:
-    """Statements of the input's entries at those of the output; where none is linked, FALSE."""
-    entries = entries if link.source_entries is None else entries[:, link.source_entries]
-    if link.target_entries is None:
-        return entries
-    spread = np.full((2, link.target.size), FALSE)
-    spread[:, link.target_entries] = entries
-    return spread
 
 
 @dataclass(frozen=True)

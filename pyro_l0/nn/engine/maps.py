@@ -122,6 +122,24 @@ class Link:
     source_entries: Index | None = None  # which are read; None for all
     target_entries: Index | None = None  # which read them, in the same order; None for all
     where: Mask | None = None  # whether an entry is read at all, by entry that is linked; None for all
+    is_factor: bool = False  # whether a zero makes a zero, whatever else is linked with the same entry
+
+    def forward(self, entries: Index, rest: int) -> Index:
+        """What is known of the input's entries (last dimension) at those of the output; ``rest`` of others."""
+        return _moved(entries, self.source_entries, self.target_entries, self.target.size, rest)
+
+    def back(self, entries: Index, rest: int) -> Index:
+        """What is known of the output's entries (last dimension) at those of the input; ``rest`` of others."""
+        return _moved(entries, self.target_entries, self.source_entries, self.source.size, rest)
+
+
+def _moved(entries: Index, before: Index | None, behind: Index | None, size: int, rest: int) -> Index:
+    entries = entries if before is None else entries[..., before]
+    if behind is None:
+        return entries
+    moved = np.full((*entries.shape[:-1], size), rest)
+    moved[..., behind] = entries
+    return moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +206,14 @@ class ConstantInput:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """The dimensions whose sizes multiply to an operation's multiply-adds."""
+    """The dimensions whose sizes multiply to an operation's multiply-adds, and the inputs that it multiplies.
+
+    The last product of an operation makes its result: a zero in one factor makes a zero.
+    """
 
     operation: Operation
     axes: tuple[Axis, ...]
+    factors: tuple[Value, ...]
     is_attention: bool = False
 
 
@@ -261,7 +283,14 @@ class Maps:
             axis.kinds = np.full(axis.size, kind, dtype=np.uint8)
 
     def same(
-        self, source: Value, dim: int, target: Value, target_dim: int, where: Mask | None = None, tied: bool = True
+        self,
+        source: Value,
+        dim: int,
+        target: Value,
+        target_dim: int,
+        where: Mask | None = None,
+        tied: bool = True,
+        is_factor: bool = False,
     ) -> None:
         """Say that entry i of an input's dimension is read by entry i of the output's dimension, and by no other.
 
@@ -272,14 +301,22 @@ class Maps:
             target_dim: its dimension.
             where: which entries are read at all, bool of shape ``(size,)``; by default all.
             tied: whether one is removed if and only if the other is.
+            is_factor: whether a zero makes a zero, whatever the other inputs are.
         """
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         if tied:
             self.slots.join(one.dimension, other.dimension)
-        self._say(Link(one, other, where=where))
+        self._say(Link(one, other, where=where, is_factor=is_factor))
 
     def passes(
-        self, source: Value, dim: int, target: Value, target_dim: int, least: int = ZERO, nonzero: int = ZERO
+        self,
+        source: Value,
+        dim: int,
+        target: Value,
+        target_dim: int,
+        least: int = ZERO,
+        nonzero: int = ZERO,
+        is_factor: bool = False,
     ) -> None:
         """Say that entry i of an input is entry i of the output, and just as constant.
 
@@ -290,9 +327,10 @@ class Maps:
             target_dim: its dimension.
             least: what entries become at least, such as :data:`CONSTANT` for zeros to which something is added.
             nonzero: what entries that are not zero become at least.
+            is_factor: whether a zero makes a zero, whatever the other inputs are; of a single input it always does.
         """
         kinds = self.kinds(source, dim)
-        self.same(source, dim, target, target_dim)
+        self.same(source, dim, target, target_dim, is_factor=is_factor)
         if nonzero:
             kinds = np.where(kinds == ZERO, kinds, np.maximum(kinds, np.uint8(nonzero)))
         self.set_kinds(target, target_dim, np.maximum(kinds, np.uint8(least)) if least else kinds)
@@ -304,12 +342,22 @@ class Maps:
                 self.passes(source, dim, target, dim, least)
 
     def part(
-        self, source: Value, dim: int, target: Value, target_dim: int, entries: Index, target_entries: Index
+        self,
+        source: Value,
+        dim: int,
+        target: Value,
+        target_dim: int,
+        entries: Index,
+        target_entries: Index,
+        is_factor: bool = False,
     ) -> None:
-        """Say that ``entries`` of an input are ``target_entries`` of the output, in order, and just as constant."""
+        """Say that ``entries`` of an input are ``target_entries`` of the output, in order, and just as constant.
+
+        With ``is_factor`` they multiply what other parts have there: a zero makes a zero.
+        """
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         self.slots.join_entries(one.dimension, entries, other.dimension, target_entries)
-        self._say(Link(one, other, entries, target_entries))
+        self._say(Link(one, other, entries, target_entries, is_factor=is_factor))
         kinds = other.kinds.copy()
         kinds[target_entries] = one.kinds[entries]
         other.kinds = kinds
@@ -430,7 +478,7 @@ class Maps:
     @property
     def location(self) -> str:
         """The operation and the module that it runs in, for messages."""
-        return f"{self.operation.name.removeprefix('aten::')} in {self.operation.path or 'the network'}"
+        return self.operation.location
 
     def module(self) -> nn.Module:
         """The module that runs the operation."""

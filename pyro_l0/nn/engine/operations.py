@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from pyro_l0.nn.engine.maps import Maps
     from pyro_l0.nn.engine.record import Operation
+    from pyro_l0.nn.engine.sizes import Notes
 
-__all__ = ["ENTRIES", "WHOLE", "Entry", "Rule", "find_entry", "rule"]
+__all__ = ["ENTRIES", "WHOLE", "Entry", "Integers", "Rule", "find_entry", "is_pointwise", "rule"]
 
 Rule = Callable[["Maps", "Operation"], None]
+Integers = Callable[["Notes", tuple[Any, dict[str, Any]], Any], None]
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Entry:
     arguments: tuple[str, ...] = ()
     is_homogeneous: bool = False
     size: str = ""
+    parts: str = ""
+    integers: Integers | None = None
 
 
 ENTRIES: dict[str, Entry] = {}
@@ -36,6 +42,8 @@ def rule(
     arguments: str = "",
     is_homogeneous: bool = False,
     size: str = "",
+    parts: str = "",
+    integers: Integers | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register a function as the rule of the operations of these names, replacing any earlier entry.
 
@@ -52,6 +60,9 @@ def rule(
             made of them by moves, maxima and sums with weights of at least 0. Gates between 0 and 1 in front of it can
             then go into the weights behind it.
         size: the name of an argument that is the size of a dimension whose units leave, or a list of it.
+        parts: the name of an argument that is the number of parts into which a dimension, ``dim``, is cut evenly.
+        integers: notes what integers among the arguments of torch's function of this name do, which modules hold and
+            which change with the units that stay: one of the functions of ``pyro_l0.nn.engine.sizes``.
 
     Example:
         >>> @rule("mine::scale")
@@ -62,7 +73,7 @@ def rule(
     """
 
     def register(function: Rule) -> Rule:
-        entry = Entry(function, tuple(arguments.split()), is_homogeneous, size)
+        entry = Entry(function, tuple(arguments.split()), is_homogeneous, size, parts, integers)
         ENTRIES.update(dict.fromkeys(names, entry))
         WHOLE.update(dict.fromkeys(calls, names[0]))
         return function
@@ -73,3 +84,11 @@ def rule(
 def find_entry(name: str) -> Entry:
     """The entry of an operation, or of its twin that does not work in place."""
     return ENTRIES.get(name) or (ENTRIES.get(name[:-1]) if name.endswith("_") else None) or _UNKNOWN
+
+
+def is_pointwise(operation: Operation) -> bool:
+    """Whether torch itself calls an operation pointwise, or the one that does the same to a copy."""
+    twin = operation.name.removeprefix("aten::").rstrip("_")
+    packet = getattr(torch.ops.aten, twin, None) if operation.name.startswith("aten::") else None
+    twins = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.pointwise in getattr(function, "tags", ()) for function in (operation.function, *twins))

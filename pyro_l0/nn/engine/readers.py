@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,17 +49,15 @@ def weights_of(maps: Maps) -> dict[Operation, dict[Value, _Root]]:
         for output in operation.made:
             if varying.intersection(given) or not given:
                 varying.add(output)
-            elif len(given) == 1 and (operation.name == "gate" or getattr(operation.function, "is_view", False)):
+            elif len(given) == 1 and (operation.name == "gate" or operation.is_view):
                 roots.update(_root_of(maps, operation, output, roots))
     found: dict[Operation, dict[Value, _Root]] = {}
     for product in maps.products:
-        operation = product.operation
-        lowest = 1 if operation.name.startswith("recurrent") else 0  # without the biases
-        found[operation] = {
-            value: roots.get(value, _own(value))
-            for value in operation.inputs
-            if value not in varying and value is not operation.added and value.rank > lowest and not value.is_given
-        }
+        found.setdefault(product.operation, {}).update(
+            (value, roots.get(value, _own(value)))
+            for value in product.factors
+            if value not in varying and value.rank and not value.is_given
+        )
     return found
 
 
@@ -82,62 +79,72 @@ def _root_of(maps: Maps, operation: Operation, output: Value, roots: dict[Value,
 
 
 def find_readers(maps: Maps) -> list[Use]:
-    """The weights that read units of each gate, with no other weight in between."""
-    weights = weights_of(maps)
-    found: dict[_Key, set[tuple[int, int]]] = {}
+    """The weights that read units of each gate, with no other weight in between that sums over them."""
+    weights = _axes_of_weights(maps)
+    factors = {(x.operation, axis) for x in maps.products for value in x.factors for axis in maps.axes[value]}
+    found = defaultdict[_Key, set[_Pair]](set)
     for site in dict.fromkeys(call.site for call in maps.gates):
         pairs = {call.behind: _identity(call.behind) for call in maps.gates if call.site == site}
         for operation in maps.recording.operations:
-            reads = weights.get(operation, {})
-            grouped = _grouped(maps, operation, pairs) if reads else None
+            axes, path = weights.get(operation, {}), operation.path
+            of_weights = [x for x in maps.relations[operation] if isinstance(x, Link) and x.source in axes]
             for relation in maps.relations[operation]:
                 if isinstance(relation, Read):
                     held = [pairs[axis] for axis in relation.axes if axis in pairs]
-                    for weight, dim in _read_with(maps, relation, reads) if held else ():
-                        found.setdefault((site, weight, dim, 1, operation.path), set()).update(*held)
-                elif grouped is not None or not reads:
-                    _follow(pairs, relation)
-            if grouped is not None:
-                key, entries = grouped
-                found.setdefault((site, *key, operation.path), set()).update(entries)
+                    for axis in relation.axes:
+                        if held and axis in axes:
+                            found[site, *axes[axis], 1, path].update(*held)
+                elif isinstance(relation, Link) and relation.source in pairs:
+                    moved = _moved(relation, pairs[relation.source])
+                    is_factor = (operation, relation.source) in factors  # of a product for each unit
+                    beside = [x for x in of_weights if is_factor and x.target is relation.target and x is not relation]
+                    for link in beside:
+                        found[site, *axes[link.source], 1, path] |= _moved(link, moved, is_back=True)
+                    if beside or not axes:
+                        held_behind = pairs.get(relation.target)
+                        pairs[relation.target] = moved if held_behind is None else held_behind | moved
+                elif isinstance(relation, Reshape) and not axes:
+                    _regroup(pairs, relation.sources, relation.targets)
+                elif isinstance(relation, Reshape) and relation.targets[0] in pairs:  # the inputs of a weight in groups
+                    for axis in relation.sources:
+                        if axis in axes:
+                            groups = relation.targets[0].size // axis.size
+                            found[site, *axes[axis], groups, path] |= pairs[relation.targets[0]]
     return _uses(found)
 
 
 def find_writers(maps: Maps) -> list[Use]:
     """The weights that write units of each gate, with neither another weight nor a flattening in between."""
-    weights = weights_of(maps)
-    found: dict[_Key, set[tuple[int, int]]] = {}
+    weights = _axes_of_weights(maps)
+    found = defaultdict[_Key, set[_Pair]](set)
     for site in dict.fromkeys(call.site for call in maps.gates):
         pairs = {call.front: _identity(call.front) for call in maps.gates if call.site == site}
         for operation in reversed(maps.recording.operations):
-            given = weights.get(operation, {})
-            axes = {axis: (x, dim) for x in given for dim, axis in enumerate(maps.axes[x])}
+            axes = weights.get(operation, {})
             for relation in maps.relations[operation]:
                 if isinstance(relation, Link) and relation.target in pairs:
                     moved = _moved(relation, pairs[relation.target], is_back=True)
                     if relation.source in axes:
-                        value, dim = axes[relation.source]
-                        root, dims = given[value]
-                        key = site, root, dims[dim], 1, operation.path
-                        found.setdefault(key, set()).update(moved)
-                    elif not given:
+                        found[site, *axes[relation.source], 1, operation.path] |= moved
+                    elif not axes:
                         pairs.setdefault(relation.source, set()).update(moved)
                 elif isinstance(relation, Reshape) and len(relation.sources) == 1:
                     _regroup(pairs, relation.targets, relation.sources)
     return _uses(found)
 
 
-_Pairs = dict[Axis, set[tuple[int, int]]]  # by dimension, its entries with the units that they hold
+_Pair = tuple[int, int]  # an entry, and a unit that it holds
+_Pairs = dict[Axis, set[_Pair]]  # by dimension
 _Key = tuple[str, Value, int, int, str]
 
 
-def _identity(axis: Axis) -> set[tuple[int, int]]:
+def _identity(axis: Axis) -> set[_Pair]:
     return {(unit, unit) for unit in range(axis.size)}
 
 
-def _uses(found: dict[_Key, set[tuple[int, int]]]) -> list[Use]:
+def _uses(found: dict[_Key, set[_Pair]]) -> list[Use]:
     """Each weight once, whichever modules use it."""
-    together: dict[tuple[str, Value, int, int], tuple[str, set[tuple[int, int]]]] = {}
+    together: dict[tuple[str, Value, int, int], tuple[str, set[_Pair]]] = {}
     for (site, weight, dim, groups, path), pairs in found.items():
         together.setdefault((site, weight, dim, groups), (path, set()))[1].update(pairs)
     uses = []
@@ -147,46 +154,25 @@ def _uses(found: dict[_Key, set[tuple[int, int]]]) -> list[Use]:
     return uses
 
 
-def _read_with(maps: Maps, read: Read, weights: dict[Value, _Root]) -> Iterator[tuple[Value, int]]:
-    """The weights that an operation sums over together with its input, and by which dimension."""
-    for value, (root, dims) in weights.items():
-        for dim, axis in zip(dims, maps.axes[value], strict=True):
-            if axis in read.axes:
-                yield root, dim
+def _axes_of_weights(maps: Maps) -> dict[Operation, dict[Axis, tuple[Value, int]]]:
+    """By contraction, the dimensions of its weights, each with the parameter and its dimension."""
+    return {
+        operation: {
+            axis: (root, dim)
+            for value, (root, dims) in weights.items()
+            for dim, axis in zip(dims, maps.axes[value], strict=True)
+        }
+        for operation, weights in weights_of(maps).items()
+    }
 
 
-def _grouped(
-    maps: Maps, operation: Operation, pairs: _Pairs
-) -> tuple[tuple[Value, int, int], set[tuple[int, int]]] | None:
-    """The weight of a convolution in groups that reads units, whose inputs are pairs of a group and an entry of it."""
-    if not operation.name.endswith("convolution") or operation.integer("groups") == 1:
-        return None
-    axis = maps.axes[operation.value("input")][1]
-    if axis not in pairs:
-        return None
-    is_transposed = bool(operation.arguments["transposed"])
-    groups = 1 if is_transposed else operation.integer("groups")
-    return (operation.value("weight"), 0 if is_transposed else 1, groups), pairs[axis]
-
-
-def _follow(pairs: _Pairs, relation: Link | Reshape) -> None:
-    """Pass units on from an operation's input to its output."""
-    if isinstance(relation, Reshape):
-        _regroup(pairs, relation.sources, relation.targets)
-    elif relation.source in pairs:
-        given = _moved(relation, pairs[relation.source])
-        pairs[relation.target] = pairs[relation.target] | given if relation.target in pairs else given
-
-
-def _moved(link: Link, pairs: set[tuple[int, int]], is_back: bool = False) -> set[tuple[int, int]]:
+def _moved(link: Link, pairs: set[_Pair], is_back: bool = False) -> set[_Pair]:
     """The pairs of an output for those of an input, or the reverse."""
     if link.source_entries is None and link.target_entries is None:
         return pairs
-    sources = np.arange(link.source.size) if link.source_entries is None else link.source_entries
-    targets = np.arange(link.target.size) if link.target_entries is None else link.target_entries
-    before, behind = (targets, sources) if is_back else (sources, targets)
-    moved = dict(zip(before.tolist(), behind.tolist(), strict=True))
-    return {(moved[entry], unit) for entry, unit in pairs if entry in moved}
+    one, other = np.arange(link.source.size), np.arange(link.target.size)
+    moved = (link.forward(one, -1) if is_back else link.back(other, -1)).tolist()
+    return {(moved[entry], unit) for entry, unit in pairs if moved[entry] >= 0}
 
 
 def _regroup(pairs: _Pairs, sources: tuple[Axis, ...], targets: tuple[Axis, ...]) -> None:

@@ -113,9 +113,14 @@ class Operation:
         return found if isinstance(found, Value) else None
 
     @property
-    def added(self) -> Value | None:
-        """The bias that it adds to a product."""
-        return self.maybe("bias") or (self.maybe("self") if "add" in self.name else None)
+    def location(self) -> str:
+        """Its name and the module that it runs in, for messages."""
+        return f"{self.name.removeprefix('aten::')} in {self.path or 'the network'}"
+
+    @property
+    def is_view(self) -> bool:
+        """Whether what it made is its input's memory, as torch says."""
+        return bool(getattr(self.function, "is_view", False))
 
     def integer(self, name: str) -> int:
         """The argument of this name, an integer."""
@@ -432,7 +437,7 @@ class _WholeCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        kwargs = kwargs or {}
+        kwargs, before = kwargs or {}, len(self.recorder.operations)
         if func in WHOLE and not self.recorder.is_paused:
             result = self.recorder.call_whole(WHOLE[func], func, args, kwargs)
         else:
@@ -442,7 +447,7 @@ class _WholeCalls(TorchFunctionMode):
         if func in _SHAPES:
             shape = self.recorder.shape_of(args[0])
             return shape if isinstance(result, torch.Size) else shape[args[1] if len(args) > 1 else kwargs["dim"]]
-        note_sizes(self.recorder.notes, func, (args, kwargs), result)
+        note_sizes(self.recorder.notes, func, (args, kwargs), result, self.recorder.operations[before:])
         return result
 
 
@@ -459,7 +464,8 @@ def _without_saved(operations: Sequence[Operation]) -> Iterator[Operation]:
     """Leave out what autograd saves for itself: detached tensors that nobody reads."""
     read = {value for operation in operations for value in operation.inputs}
     for operation in operations:
-        if operation.name != "aten::detach" or any(x in read or x.is_output for x in operation.made):
+        is_same = operation.is_view and operation.output.shape == operation.inputs[0].shape
+        if not is_same or any(x in read or x.is_output for x in operation.made):
             yield operation
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pyro_l0.nn.engine.operations import find_entry, is_pointwise
 from pyro_l0.nn.gate import GateLayer
+
+if TYPE_CHECKING:
+    from pyro_l0.nn.engine.record import Operation
 
 __all__ = [
     "KNOWN",
@@ -21,6 +25,11 @@ __all__ = [
     "Holder",
     "Notes",
     "Source",
+    "are_inner_sizes",
+    "are_numbers",
+    "are_parts",
+    "are_repeats",
+    "are_sizes",
     "follow_integers",
     "note_sizes",
 ]
@@ -225,34 +234,56 @@ OF_WEIGHT: dict[type[nn.Module], tuple[str, ...]] = {  # the attributes that are
     nn.PReLU: ("num_parameters",),
     nn.modules.conv._ConvNd: ("out_channels", "in_channels"),
 }
-_SPLITS = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
-# Functions that take integers as sizes of their results, and those that compute with them.
-_SIZED = """view reshape expand broadcast_to unflatten narrow arange linspace zeros ones full empty rand randn new_zeros
-new_ones new_full new_empty one_hot conv1d conv2d conv3d layer_norm rms_norm unfold interpolate"""
-_COMPUTED = """tensor pad repeat tile add sub rsub mul div true_divide floor_divide pow remainder fmod lt le gt ge eq ne
-clamp radd rmul rtruediv truediv rdiv rpow floordiv rfloordiv mod"""
 
 
-def note_sizes(notes: Notes, function: Any, arguments: tuple[Any, dict[str, Any]], results: Any) -> None:
-    """Note which integers among a function's arguments gave sizes of its results, or were computed with."""
-    leaves = [y for x in tree_leaves(arguments) for y in (x if isinstance(x, torch.Size) else [x])]
-    sizes = [x for x in leaves if isinstance(x, int) and not isinstance(x, bool)]
-    name = getattr(function, "__name__", "")
-    if function in _SPLITS:
-        _note_split(notes, *arguments, results)
-    elif name == "__getitem__":
+def note_sizes(
+    notes: Notes, function: Any, arguments: tuple[Any, dict[str, Any]], results: Any, operations: Sequence[Operation]
+) -> None:
+    """Note what integers among a function's arguments do, by its entry, or by the operations that it ran."""
+    name = getattr(function, "__name__", "").strip("_")
+    noting = find_entry(f"aten::{name}").integers
+    if name == "getitem":
         _note_slices(notes, arguments[0][0], arguments[0][1], results)
-    elif name.strip("_") in _COMPUTED.split():
-        for size in sizes:
-            if isinstance(size, Held):
-                size.is_number()
-    elif name == "repeat_interleave" and len(sizes) == 2 and isinstance(sizes[0], Held):
-        x, repeats, dim = arguments[0][0], sizes[0], int(sizes[1])
+    elif noting is not None:
+        noting(notes, arguments, results)
+    elif followed := [x for x in _integers(arguments) if isinstance(x, Held)]:
+        computing = [x for x in operations if is_pointwise(x) or find_entry(x.name).integers is are_numbers]
+        used = {int(x) for operation in computing for x in _integers((operation.args, operation.kwargs))}
+        for integer in followed:
+            if int(integer) in used:
+                integer.is_number()
+
+
+def _integers(arguments: Any) -> list[int]:
+    leaves = [y for x in tree_leaves(arguments) for y in (x if isinstance(x, torch.Size) else [x])]
+    return [x for x in leaves if isinstance(x, int) and not isinstance(x, bool)]
+
+
+def are_numbers(notes: Notes, arguments: tuple[Any, dict[str, Any]], results: Any) -> None:
+    """Integers are computed with, so that they stay."""
+    for integer in _integers(arguments):
+        if isinstance(integer, Held):
+            integer.is_number()
+
+
+def are_sizes(notes: Notes, arguments: tuple[Any, dict[str, Any]], results: Any) -> None:
+    """Integers are sizes of the results."""
+    for tensor in (x for x in tree_leaves(results) if isinstance(x, Tensor)):
+        _note_shape(notes, _integers(arguments), tensor, 0)
+
+
+def are_inner_sizes(notes: Notes, arguments: tuple[Any, dict[str, Any]], results: Any) -> None:
+    """The first integer is a dimension, and the others are sizes from there on."""
+    first, *integers = _integers(arguments)
+    _note_shape(notes, integers, results, int(first))
+
+
+def are_repeats(notes: Notes, arguments: tuple[Any, dict[str, Any]], results: Any) -> None:
+    """The first integer is how often each entry of a dimension, the second one, is repeated."""
+    repeats, *dims = _integers(arguments) or [0]
+    if dims and isinstance(repeats, Held):
+        x, dim = arguments[0][0], int(dims[0])
         notes.compare(operator.eq, repeats * _size(notes, x, dim), _size(notes, results, dim))  # type: ignore[arg-type]
-    elif name in _SIZED.split() and any(isinstance(size, Held) for size in sizes):
-        start = int(sizes.pop(0)) if name == "unflatten" else 0
-        for tensor in (x for x in tree_leaves(results) if isinstance(x, Tensor)):
-            _note_shape(notes, sizes, tensor, start)
 
 
 def _note_shape(notes: Notes, sizes: Sequence[int], tensor: Tensor, start: int) -> None:
@@ -287,8 +318,9 @@ def _note_slices(notes: Notes, x: Tensor, index: Any, result: Tensor) -> None:
         target += skipped * (isinstance(part, slice) or part is None or part is ...)
 
 
-def _note_split(notes: Notes, args: Sequence[Any], kwargs: Mapping[str, Any], parts: Sequence[Tensor]) -> None:
-    """Parts whose size one integer gives may lose different units, but the same number of them."""
+def are_parts(notes: Notes, arguments: tuple[Any, dict[str, Any]], parts: Sequence[Tensor]) -> None:
+    """Integers are sizes of parts. Those that one integer gives may lose different units, but the same number."""
+    args, kwargs = arguments
     given = [*args[1:], *(value for name, value in kwargs.items() if name.startswith("split"))][0]
     dim = int(kwargs.get("dim", args[2] if len(args) > 2 else 0)) % parts[0].dim()
     first: dict[int, Held] = {}

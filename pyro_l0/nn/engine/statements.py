@@ -427,8 +427,10 @@ class Needs:
             self._add_whole([value for value in operation.inputs if not value.shape], runs)
             for relation in reversed(maps.relations[operation]):
                 if isinstance(relation, Link):
-                    where = None if relation.where is None else passes(operation, relation)
-                    self._add(relation.source, self._linked(relation, where, runs))
+                    entries = relation.back(self.of(relation.target, runs), FALSE)
+                    if relation.where is not None:
+                        entries = statements.both_each(entries, passes(operation, relation))
+                    self._add(relation.source, entries)
                 elif isinstance(relation, Read):
                     self.read[relation] = self._read(relation, reads(relation), runs)
                     for axis in relation.axes:
@@ -457,19 +459,6 @@ class Needs:
             self._statements.every(self._statements.some_of(self.of(axis)) for axis in self._maps.dims(value))
             for value in operation.made
         )
-
-    def _linked(self, link: Link, where: Index | None, runs: int) -> Index:
-        """An entry is needed if one that reads it is, and if it is not multiplied by zero."""
-        needed = self.of(link.target, runs)
-        if link.target_entries is not None:
-            needed = needed[link.target_entries]
-        if where is not None:
-            needed = self._statements.both_each(needed, where)
-        if link.source_entries is None:
-            return needed
-        spread = np.full(link.source.size, FALSE)
-        spread[link.source_entries] = needed
-        return spread
 
     def _read(self, read: Read, entries: Index, runs: int) -> Index:
         """Entries are read if the operation runs, or if an entry of their group is needed behind it."""

@@ -249,3 +249,38 @@ def test_one_gate_more_in_a_long_disjunction_counts():
     last[-1] = 1
     assert cost.weights({"gate": last}).item() == 3 * 4 + 4 * 1 + 1 * 2
     assert cost.weights({"gate": 1 - last}).item() == 3 * 4 + 4 * 40 + 40 * 2
+
+
+def test_weights_that_multiply_unit_by_unit_read_the_units():
+    """Each head has a 3 x 2 matrix of its own, and two outputs, which a layer of 2 x 8 weights reads."""
+
+    def forward(net, x):
+        heads = torch.einsum("bhd,hde->bhe", net.gate(x.unflatten(1, (4, 3))), net.matrix())
+        return net.out(heads.flatten(1))
+
+    network = Net(forward, gate=L0Gate(4, dim=1), matrix=Parameter(4, 3, 2), out=nn.Linear(8, 2))
+    assert NetworkCost(network, torch.randn(2, 12)).group_sizes == {"gate": 3 * 2 + 2 * 2}
+
+
+def test_what_is_added_in_an_attention_is_no_weight():
+    """Units of the values are read by the layer behind the attention, whose mask is learned."""
+
+    def forward(net, x):
+        q, k, v = net.enter(x).chunk(3, -1)
+        return net.out(F.scaled_dot_product_attention(q, k, net.gate(v), net.mask()))
+
+    network = Net(forward, enter=nn.Linear(6, 18), gate=L0Gate(6), mask=Parameter(3, 3), out=nn.Linear(6, 2))
+    cost = NetworkCost(network, torch.randn(2, 3, 6))
+    assert cost.group_sizes == {"gate": 2}
+    assert cost.total_weights == 6 * 18 + 6 * 2
+
+
+class Parameter(nn.Module):
+    """One tensor that is learned."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(shape))
+
+    def forward(self):
+        return self.value

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps
 from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.sizes import are_inner_sizes, are_numbers, are_parts, are_repeats, are_sizes
 
 __all__ = ["create"]
 
@@ -30,7 +31,11 @@ def create_like(maps: Maps, operation: Operation) -> None:
     maps.replaces(operation.value("self"), operation.output)
 
 
-@rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
+_MADE = "new_zeros new_ones new_full new_empty zeros ones full empty rand randn arange linspace"
+
+
+@rule("aten::scalar_tensor", integers=are_numbers)
+@rule(*(f"aten::{name}" for name in _MADE.split()), integers=are_sizes)
 def create(maps: Maps, operation: Operation) -> None:
     """Nothing is read; zeros are zero, random numbers vary, and other tensors are constant."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
@@ -51,9 +56,10 @@ def create(maps: Maps, operation: Operation) -> None:
     "aten::unsqueeze",
     "aten::squeeze",
     "aten::flatten",
-    "aten::unflatten",
     is_homogeneous=True,
+    integers=are_sizes,
 )
+@rule("aten::unflatten", is_homogeneous=True, integers=are_inner_sizes)
 def view(maps: Maps, operation: Operation) -> None:
     """Dimensions are merged and split: an entry of a merged dimension leaves iff one of its factors' entries does."""
     x, output = operation.value("self"), operation.output
@@ -114,7 +120,8 @@ def _permute(maps: Maps, x: Value, output: Value, order: Sequence[int]) -> None:
         maps.set_kind(output, maps.kind(x))
 
 
-@rule("aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat", is_homogeneous=True)
+@rule("aten::expand", "aten::expand_as", "aten::broadcast_to", is_homogeneous=True, integers=are_sizes)
+@rule("aten::repeat", is_homogeneous=True, integers=are_numbers)
 def expand(maps: Maps, operation: Operation) -> None:
     """A repeated dimension is a product of the copies, which all stay, and of what is copied; one entry alone stays."""
     x, output = operation.value("self"), operation.output
@@ -163,7 +170,8 @@ def _share(maps: Maps, tensors: Sequence[Value], output: Value, dims: dict[int, 
         maps.set_kinds(output, output_dim, np.maximum.reduce([maps.kinds(x, dim) for x in tensors]))
 
 
-@rule("aten::slice", "aten::narrow", is_homogeneous=True)
+@rule("aten::slice", is_homogeneous=True)
+@rule("aten::narrow", is_homogeneous=True, integers=are_sizes)
 def cut(maps: Maps, operation: Operation) -> None:
     """A range of one dimension; the other dimensions are the same."""
     x, output = operation.value("self"), operation.output
@@ -177,9 +185,14 @@ def cut(maps: Maps, operation: Operation) -> None:
     _take(maps, x, output, dim, entries)
 
 
-@rule("aten::chunk", calls=(torch.chunk, Tensor.chunk), arguments="input chunks dim")
-@rule("aten::tensor_split", calls=(torch.tensor_split, Tensor.tensor_split), arguments="input indices_or_sections dim")
-@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split")
+@rule("aten::chunk", calls=(torch.chunk, Tensor.chunk), arguments="input chunks dim", parts="chunks")
+@rule(
+    "aten::tensor_split",
+    calls=(torch.tensor_split, Tensor.tensor_split),
+    arguments="input indices_or_sections dim",
+    parts="indices_or_sections",
+)
+@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split", integers=are_parts)
 def split(maps: Maps, operation: Operation) -> None:
     """Consecutive ranges of one dimension; the other dimensions are the same."""
     x = operation.inputs[0]
@@ -227,7 +240,7 @@ def select(maps: Maps, operation: Operation) -> None:
             axis.kinds = np.minimum(axis.kinds, np.uint8(kind))
 
 
-@rule("aten::pad", "aten::constant_pad_nd", calls=(F.pad,), arguments="input pad mode value")
+@rule("aten::pad", "aten::constant_pad_nd", calls=(F.pad,), arguments="input pad mode value", integers=are_numbers)
 def pad(maps: Maps, operation: Operation) -> None:
     """Constant entries are added at both ends of a dimension, where they stay; other modes copy entries."""
     x, output = operation.inputs[0], operation.output
@@ -386,6 +399,14 @@ def write_by_index(maps: Maps, operation: Operation) -> None:
         kinds = np.maximum(maps.kinds(x, dim), maps.kinds(source, dim))
         varies = np.maximum(kinds, np.uint8(maps.kind(numbers)))
         maps.set_kinds(output, dim, np.where(kinds == ZERO, kinds, varies))
+
+
+@rule("aten::one_hot", "aten::interpolate", "aten::unfold", integers=are_sizes)
+@rule("aten::repeat_interleave", integers=are_repeats)
+@rule("aten::tensor", integers=are_numbers)
+def unknown(maps: Maps, operation: Operation) -> None:
+    """Only what integers do is known; of most of these torch makes other operations."""
+    maps.barrier()
 
 
 def _look_up(maps: Maps, x: Value, indices: list[Value], output: Value) -> None:

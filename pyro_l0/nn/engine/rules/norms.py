@@ -10,6 +10,7 @@ from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Maps, runs_as
 from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.rules.pointwise import pointwise
+from pyro_l0.nn.engine.sizes import are_sizes
 
 
 @rule("aten::sum", "aten::linalg_vector_norm", "aten::nansum")
@@ -164,7 +165,7 @@ def group_norm(maps: Maps, operation: Operation) -> None:
     _scale(maps, operation, 1)
 
 
-@rule("aten::native_layer_norm", size="normalized_shape")
+@rule("aten::native_layer_norm", "aten::layer_norm", size="normalized_shape", integers=are_sizes)
 def layer_norm(maps: Maps, operation: Operation) -> None:
     """Units share a mean and a scale. A unit that is zero may leave a LayerNorm of torch, which then counts it still.
 
@@ -180,6 +181,7 @@ def layer_norm(maps: Maps, operation: Operation) -> None:
     calls=(F.rms_norm,),
     arguments="input normalized_shape weight eps",
     size="normalized_shape",
+    integers=are_sizes,
 )
 def rms_norm(maps: Maps, operation: Operation) -> None:
     """Units share a scale. A unit that is zero stays zero, and may leave an RMSNorm of torch, which then counts it."""

@@ -13,16 +13,9 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, GateCall, Kinds, Maps, Mask
 from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.sizes import are_numbers
 
-__all__ = ["is_pointwise", "pointwise"]
-
-
-def is_pointwise(operation: Operation) -> bool:
-    """Whether torch itself calls an operation pointwise, or the one that does the same to a copy."""
-    twin = operation.name.removeprefix("aten::").rstrip("_")
-    packet = getattr(torch.ops.aten, twin, None) if operation.name.startswith("aten::") else None
-    twins = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    return any(torch.Tag.pointwise in getattr(function, "tags", ()) for function in (operation.function, *twins))
+__all__ = ["pointwise"]
 
 
 _HOMOGENEOUS = "relu leaky_relu abs neg clone alias contiguous detach lift_fresh lift_fresh_copy _to_copy"
@@ -32,6 +25,7 @@ masked_fill mish native_dropout prelu relu6 softplus where _prelu_kernel"""
 
 @rule(*(f"aten::{name}" for name in _HOMOGENEOUS.split()), is_homogeneous=True)
 @rule(*(f"aten::{name}" for name in _NOT_CALLED_SO.split()))
+@rule("aten::floor_divide", integers=are_numbers)
 def pointwise(maps: Maps, operation: Operation) -> None:
     """Each entry of the output is made of the entries at its position; zeros stay zeros where the function says so.
 
@@ -65,13 +59,15 @@ def glu(maps: Maps, operation: Operation) -> None:
             maps.passes(x, dim, output, dim)
         else:
             for start in (size, 0):
-                maps.part(x, dim, output, dim, np.arange(start, start + size), np.arange(size))
+                entries = np.arange(start, start + size)
+                maps.part(x, dim, output, dim, entries, np.arange(size), is_factor=start == 0)
             kinds = maps.kinds(x, dim)
             both = np.maximum(kinds[:size], kinds[size:])
             maps.set_kinds(output, dim, np.where(kinds[:size] == ZERO, np.uint8(ZERO), both))
 
 
-@rule("aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_")
+@rule("aten::fill_", integers=are_numbers)
+@rule("aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_")
 def overwrite(maps: Maps, operation: Operation) -> None:
     """Nothing reads the previous values, which have the same units."""
     before, output = operation.value("self"), operation.output

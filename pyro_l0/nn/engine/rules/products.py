@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_l0.nn.engine.maps import CONSTANT, ZERO, Axis, Kinds, Maps, Product, Reshape
 from pyro_l0.nn.engine.operations import rule
 from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.sizes import are_sizes
 
 __all__ = ["contract"]
 
@@ -36,7 +37,8 @@ def linear(maps: Maps, operation: Operation) -> None:
     x, weight = operation.value("input"), operation.value("weight")
     front = _LETTERS[: x.rank - 1]
     label = "nk"[-weight.rank :]
-    contract(maps, [(x, front + "k"), (weight, label)], front + label[:-1], operation.added, folds=weight.rank == 2)
+    operands = [(x, front + "k"), (weight, label)]
+    contract(maps, operands, front + label[:-1], operation.maybe("bias"), folds=weight.rank == 2)
 
 
 @rule(*_PRODUCTS)
@@ -44,7 +46,8 @@ def multiply(maps: Maps, operation: Operation) -> None:
     """A matrix product: the inner dimension is summed over, and an entry leaves if it is zero in one factor."""
     one, left, other, right, result = _PRODUCTS[operation.name.removesuffix("_")]
     factors = [(operation.value(one), left), (operation.value(other), right)]
-    contract(maps, factors, result, operation.added, folds=result == "mn")
+    added = None if one == "self" else operation.value("self")
+    contract(maps, factors, result, added, folds=result == "mn")
 
 
 @rule("aten::matmul", calls=(torch.matmul, Tensor.matmul, Tensor.__matmul__), arguments="self other")
@@ -129,7 +132,7 @@ def contract(
         _add(maps, bias, output)
     if len(operands) > 1:
         axes: dict[str, Axis] = {letter: maps.axes[x][dim] for letter, ((x, dim), *_) in of_letter.items()}
-        maps.products.append(Product(maps.operation, tuple(axes.values())))
+        maps.products.append(Product(maps.operation, tuple(axes.values()), tuple(x for x, _ in operands)))
 
 
 def _set_states(maps: Maps, operands: Sequence[_Labelled], result: str, output: Value) -> None:
@@ -158,14 +161,27 @@ def _add(maps: Maps, bias: Value, output: Value) -> None:
         maps.set_kind(output, max(maps.kind(output), maps.kind(bias)))
 
 
-@rule("aten::convolution", "aten::_convolution", size="groups")
+@rule(
+    "aten::convolution",
+    "aten::_convolution",
+    "aten::conv1d",
+    "aten::conv2d",
+    "aten::conv3d",
+    size="groups",
+    integers=are_sizes,
+)
 def convolution(maps: Maps, operation: Operation) -> None:
     """Input channels are summed over, group by group; images and kernels stay.
 
     An input channel leaves if it is zero, or if it is constant and goes into the bias. With groups, whole groups leave,
     or the same channels of every group; in a depthwise convolution a channel is one unit throughout.
     """
-    x, weight, bias, output = operation.value("input"), operation.value("weight"), operation.added, operation.output
+    x, weight, bias, output = (
+        operation.value("input"),
+        operation.value("weight"),
+        operation.maybe("bias"),
+        operation.output,
+    )
     is_transposed, groups = bool(operation.arguments["transposed"]), operation.integer("groups")
     maps.passes(x, 0, output, 0)
     images = range(2, x.rank)
@@ -193,7 +209,7 @@ def convolution(maps: Maps, operation: Operation) -> None:
             maps.set_kinds(output, dim, np.maximum(maps.kinds(output, dim), kinds))
     image = x if is_transposed else output
     axes = (*maps.axes[weight], *(maps.axes[image][dim] for dim in (0, *images)))
-    maps.products.append(Product(operation, axes))
+    maps.products.append(Product(operation, axes, (x, weight)))
 
 
 def _dense(maps: Maps, operation: Operation, x: Value, weight: Value, bias: Value | None, is_transposed: bool) -> None:
@@ -284,9 +300,9 @@ def attention(maps: Maps, operation: Operation) -> None:
     if mask is not None:
         _mask(maps, mask, output)
     axes = (*maps.axes[query], maps.axes[key][rank - 2])
-    maps.products.append(Product(operation, axes, is_attention=True))
+    maps.products.append(Product(operation, axes, (query, key), is_attention=True))
     values = (*maps.axes[query][: rank - 1], maps.axes[key][rank - 2], maps.axes[value][rank - 1])
-    maps.products.append(Product(operation, values, is_attention=True))
+    maps.products.append(Product(operation, values, (value,), is_attention=True))
 
 
 def _share_heads(maps: Maps, x: Value, output: Value, dim: int) -> None:

@@ -95,7 +95,9 @@ def _write(maps: Maps, operation: Operation, weights: Sequence[Value], states: S
 def _count(maps: Maps, operation: Operation, weights: Sequence[Value]) -> None:
     """Each weight is used for every example and time."""
     positions = maps.axes[operation.inputs[0]][:-1]
-    maps.products += [Product(operation, (*maps.axes[weight], *positions)) for weight in weights if weight.rank > 1]
+    for weight in weights:
+        if weight.rank > 1:
+            maps.products.append(Product(operation, (*maps.axes[weight], *positions), (weight,)))
 
 
 def _chunks(length: int, size: int) -> list[Index]:
