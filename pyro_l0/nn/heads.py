@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0.expect import expect_count
 from pyro_l0.nn.calls import refuse_idle
-from pyro_l0.nn.engine.record import Example, copied
+from pyro_l0.nn.engine.record import Example, copied, example_of
 from pyro_l0.nn.gate import check_given
 from pyro_l0.nn.insert import GateHook, arrange, has_hook, module_at
 from pyro_l0.nn.l0_gate import L0Gate
@@ -164,6 +164,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int], example: Example | 
         Voita, Talbot, Moiseev, Sennrich, Titov (2019), arXiv:1905.09418; section 5.1, with the gates in the same place.
     """
     check_given(network, heads, "numbers of heads by module path")
+    example = None if example is None else example_of(example, network)
     new = copied(network)
     for path, number in heads.items():
         expect_count(1, **{f"heads[{path!r}]": number})

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import Calls, containing, follow_calls, idle_gates, record_called
+from pyro_l0.nn.calls import Calls, follow_calls, idle_gates, record_called
 from pyro_l0.nn.cost import ClosedUnits
 from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Mask, Read, Reshape, outer
-from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
+from pyro_l0.nn.engine.record import Example, Operation, Recording, Value, containing, example_of
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.nn.heads import gate_heads, is_dense
 from pyro_l0.nn.insert import has_gate_behind, hooks_of, insert_gates
@@ -116,6 +116,7 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         no gate behind 2: it makes the network's output
     """
     calls = follow_calls(network, example)
+    example = example_of(example, network)  # of copies with gates, too
     found, refused = _candidates(network, calls)
     gates = {path: gate for path, outputs in found.items() if (gate := _gate(outputs)) is not None}
     locations: list[Location] = []

@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_l0.callbacks.budget import named_costs
 from pyro_l0.compaction.certificate import refuse_another
-from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.control.budget import Budget, Budgets, Cost
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.calls import record_example, refuse_computed, refuse_idle, refuse_wrapped
 from pyro_l0.nn.engine import Example, calls_of
-from pyro_l0.nn.engine.record import copied
+from pyro_l0.nn.engine.record import copied, example_of
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.latency import measure_latency
@@ -126,7 +125,7 @@ def prune(
     gated_steps, further_steps = training.count_steps(batches, epochs)
     home = next((p.device for p in network.parameters()), "cpu")
     device = torch.device(home if training.device is None else training.device)
-    example = tree_map_only(Tensor, lambda x: x.to(device), example)
+    example = tree_map_only(Tensor, lambda x: x.to(device), example_of(example, network))
     given = copied(network).to(device)
     share(given)
     loss, batch = BatchLoss(loss_fn, device, training.autocast), next(some_batches(batches))
@@ -232,8 +231,7 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     """What is returned of the network at a budget, and the notes on it."""
     assert cut.compacted is not None
     network, removed = cut.compacted.network.eval(), cut.compacted.removed
-    with as_whole_norms(network):
-        counts = NetworkCost(network, run.example), run.counts
+    counts = NetworkCost(network, run.example), run.counts
     left = {name: tuple(getattr(x, f"total_{name}") for x in counts) for name in ("macs", "weights", "parameters")}
     if run.latency is not None:
         left["latency"] = run.latency.compare(network)
