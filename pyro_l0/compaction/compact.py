@@ -79,7 +79,7 @@ def _warn_unused(network: nn.Module, recording: Recording, shrunk: Mapping[str, 
             warnings.warn(
                 f"Expected an example that uses the whole network, but no call of it uses {path!r}, which stays as it "
                 "is and may not fit the units that are left; give a list of calls that use it too.",
-                stacklevel=5,
+                stacklevel=7,  # who calls compact
             )
 
 
@@ -390,7 +390,7 @@ def compact_or_fix(
         return _compact(task), None
     except CompactionError as error:
         opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
-        return task.cut(next(task.recordings()), opened, False), error
+        return task.cut(task.recording, opened, False), error
 
 
 def _advice(task: _Task) -> str:

@@ -164,7 +164,6 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int], example: Example | 
         Voita, Talbot, Moiseev, Sennrich, Titov (2019), arXiv:1905.09418; section 5.1, with the gates in the same place.
     """
     check_given(network, heads, "numbers of heads by module path")
-    example = None if example is None else example_of(example, network)
     new = copied(network)
     for path, number in heads.items():
         expect_count(1, **{f"heads[{path!r}]": number})
@@ -181,7 +180,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int], example: Example | 
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PlainAttention) for m in module.modules()):
             module.use_nested_tensor = False
     if example is not None:
-        refuse_idle(new, example)
+        refuse_idle(new, example_of(example, network))
     return new
 
 

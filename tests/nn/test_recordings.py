@@ -81,6 +81,8 @@ def test_a_recording_is_accepted_wherever_an_example_is(name):
         lambda net: setattr(net[3], "weight", nn.Parameter(torch.ones(2, 4))),
         lambda net: setattr(net[3].weight, "data", torch.ones(2, 5)),
         lambda net: setattr(net[3], "in_features", 5),
+        lambda net: setattr(net[3], "stride", (2, 2)),
+        lambda net: setattr(net[3], "forward", torch.relu),
         lambda net: net[3].register_forward_hook(lambda module, args, output: output * 2),
         lambda net: net[3].double(),
     ],
@@ -91,6 +93,15 @@ def test_a_network_that_changed_since_is_refused(change):
     change(network)
     with pytest.raises(ValueError, match=r"Expected a recording of the network as it is now, but '3' has changed"):
         NetworkCost(network, recording)
+
+
+def test_a_recording_of_training_too_is_no_example():
+    """It has each call twice, whose multiply-adds would count twice."""
+    network = gated()
+    with pytest.raises(ValueError, match=r"Expected a recording of the network as it evaluates, but .* its training"):
+        NetworkCost(network, record(network, X, with_training=True))
+    with pytest.raises(TypeError, match=r"list of such calls, but got a Recording"):
+        NetworkCost(network, [record(network, X)])
 
 
 def test_a_recording_holds_while_the_network_trains():

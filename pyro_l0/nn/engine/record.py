@@ -173,36 +173,40 @@ class Recording:
         """Refuse another network than the recorded one, or one in which something was replaced since.
 
         Raises:
-            ValueError: it is another one; the message names the first module that differs.
+            ValueError: it is another one, and the message names the first module that differs; or calls in training
+                mode were recorded, too.
         """
-        if network is not self.network:
-            raise ValueError(
-                f"Expected a recording of the network itself, but got one of another {type(self.network).__name__}; "
-                "record this network, or give an example of its calls."
-            )
         now = _layout(network)
         changed = [path for path in {**now, **self.layout} if now.get(path) != self.layout.get(path)]
-        if changed:
-            raise ValueError(
-                f"Expected a recording of the network as it is now, but {changed[0] or 'the network'!r} has changed "
-                "since; record it again, or give an example of its calls."
-            )
+        if network is not self.network:
+            wrong = f"of the network itself, but got one of another {type(self.network).__name__}"
+        elif changed:
+            wrong = f"of the network as it is now, but {changed[0] or 'the network'!r} has changed since"
+        elif len(self.calls) > len(calls_of(self.example)):
+            wrong = "of the network as it evaluates, but got one with its training"
+        else:
+            return
+        raise ValueError(f"Expected a recording {wrong}; record this network anew, or give an example of its calls.")
 
 
 class _Layout:
-    """What of a module a recording relies on: the module, its tensors and hooks, and their sizes and settings."""
+    """What of a module a recording relies on: its tensors and hooks, and those attributes that are settings.
+
+    Settings are numbers, texts, tuples of these, and functions. Lists and dicts are none, as training may fill them.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        own = vars(module)
+        own = {name: x for name, x in vars(module).items() if name != "training"}
         tensors = [(name, x) for name, x in [*module._parameters.items(), *module._buffers.items()] if x is not None]
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks = [x for x in hooks if not getattr(x, "__module__", "").startswith("pyro_l0.")]  # gates are modules, too
-        names = [name for name in own if name != "training" and type(own[name]) in (bool, int, float, str)]
         if isinstance(module, GateLayer):  # a recording shows no values of gates
-            tensors, names = [], ["size", "dim", "site_name"]
-        self.objects = [module, *hooks, *(x for _, x in tensors)]
+            tensors, own = [], {name: own.get(name) for name in ("size", "dim", "site_name")}
+        functions = [(name, x) for name, x in own.items() if isinstance(x, _FUNCTIONS)]
+        self.objects = [module, *hooks, *(x for _, x in (*tensors, *functions))]
         sizes = [(name, x.shape, x.dtype, x.device) for name, x in tensors]
-        self.facts = type(module), sizes, [(name, own[name]) for name in names], len(hooks)
+        settings = {name: x for name, x in own.items() if x is not None and _is_plain(x)}  # None may become a cache
+        self.facts = type(module), sizes, settings, [name for name, _ in functions], len(hooks)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Layout) or len(self.objects) != len(other.objects):
@@ -212,12 +216,17 @@ class _Layout:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _is_plain(x: object) -> bool:
+    return type(x) in _PLAIN or (type(x) is tuple and all(map(_is_plain, x)))
+
+
 def _layout(network: nn.Module) -> dict[str, _Layout]:
     """The layout of each module, by path."""
     return {path: _Layout(module) for path, module in network.named_modules(remove_duplicate=False)}
 
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any] | Recording
+_FUNCTIONS = (FunctionType, BuiltinMethodType, MethodType, partial)
 _Function = Callable[..., object]
 _Arguments = tuple[tuple[object, ...], dict[str, object]]
 _Signature = list[tuple[str, object]]
@@ -252,6 +261,7 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
     if isinstance(example, Recording) and not with_training:
         example.check(network)
         return example
+    example = example_of(example, network)
     with _as_recorded(network):
         recorder = _Recorder(network)
         try:
@@ -309,8 +319,6 @@ def example_of(example: Example, network: nn.Module) -> Example:
 
 def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, object]]]:
     """The positional arguments and keywords of each call of an example, which :func:`record` describes."""
-    if isinstance(example, Recording):
-        return calls_of(example.example)
     if isinstance(example, list):
         return [call for one in example for call in calls_of(one)]
     if isinstance(example, Tensor):
@@ -468,7 +476,7 @@ class _Recorder(TorchDispatchMode):
             self._paths.pop()
 
         def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-            given = next(iter([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]), None)
+            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             result, behind = _hidden(module, result), self._makers.get(id(given), "the network's input")
             self._module_calls.append((module, behind, given, result, self._begun))
             if isinstance(result, Tensor):
