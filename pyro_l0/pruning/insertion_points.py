@@ -121,7 +121,8 @@ def put_gates(
         other = put_gates(network, example, None, suffices).network
         return GatedNetwork(gated, better=tuple(path for path, _ in hooks_of(other)) if suffices(other, 1.0) else ())
     suggested = suggest_gates(network, example)
-    points, inputs = _without_inputs(network, example, _alone(suggested))
+    heads: Sites = [((path,), number) for path, number in suggested.heads.items() if number > 1]
+    points, inputs = heads + _alone(suggested, are_inputs=False), _alone(suggested, are_inputs=True)
     skipped = _why_not(suggested, inputs)
     found = _with_gates(network, points) if points else None
     parts: Sites = [((x.path,), x.gate) for x in suggested.locations if x.is_composite and not x.coupled]
@@ -160,20 +161,10 @@ def _paths(sites: Sites) -> set[str]:
     return {path for paths, _ in sites for path in paths}
 
 
-def _alone(suggested: Suggestions) -> Sites:
-    """The heads, and the locations whose units leave alone."""
+def _alone(suggested: Suggestions, are_inputs: bool) -> Sites:
+    """The locations whose units leave alone: those of the network's inputs, or those that some layer computes."""
     alone = [x for x in suggested.locations if not x.coupled and not x.is_composite]
-    heads = [((path,), number) for path, number in suggested.heads.items() if number > 1]
-    return [*heads, *(((x.path,), x.gate) for x in alone)]
-
-
-def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple[Sites, Sites]:
-    """The sites whose units some layer computes, and those of the network's inputs."""
-    gated = _with_gates(network, [one for one in sites if not isinstance(one[1], int)])
-    names: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
-    written = NetworkCost(gated, example).filter_sizes if names else {}
-    given = {path for path, hook in hooks_of(gated) if not written[names[hook.gate]]}
-    return [x for x in sites if x[0][0] not in given], [x for x in sites if x[0][0] in given]
+    return [((x.path,), x.gate) for x in alone if x.is_input is are_inputs]
 
 
 def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> Sites:
