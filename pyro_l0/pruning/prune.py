@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -136,9 +136,10 @@ def prune(
     path = training.checkpoint if is_timed and training.resume else None
     measured = None if path is None else saved_entry(path, "latency")
     latency_of = cache(lambda gated: measure_latency(gated, example, measured) if is_timed else None)
+    counts_of = lru_cache(1)(lambda gated: NetworkCost(gated, example))  # of the last alone, as they hold activations
 
     def suffices(gated: nn.Module, fraction: float) -> bool:
-        counts = NetworkCost(gated, example)
+        counts = counts_of(gated)
         if measured is not None:
             return bool(sum(counts.sizes.values()) == measured["gates"])  # as the run chose
         if callable(cost) or not counts.sizes:
@@ -155,16 +156,18 @@ def prune(
 
     dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
     trained = trained_modules(dense, loss, batch)  # before what takes longer
-    gated = put_gates(given, example, gates, suffices)
+    recording = record_example(given, example)
+    gated = put_gates(given, recording, gates, suffices)
     at_home = tree_map_only(Tensor, lambda x: x.to(home), calls_of(example))
     gated.network.to(home)
     in_first(lambda: refuse_another(network, gated.network, at_home, None))  # whose network all processes train
     refuse_idle(gated.network.to(device), example)
-    called = {name.rpartition(".")[0] for name in record_example(given, example).named}
+    called = {name.rpartition(".")[0] for name in recording.named}
+    del recording  # and the activations in it
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
 
     # Make the costs of the gates, and their limits.
-    counts, latency = NetworkCost(gated.network, example), latency_of(gated.network)
+    counts, latency = counts_of(gated.network), latency_of(gated.network)
     in_step = {} if multiple_of is None else gates_in_step(gated.network, example, multiple_of)
     run = Run(
         gated=gated,
