@@ -18,6 +18,7 @@ from pyro_l0.infer.control.budget import Budgets, Cost
 from pyro_l0.infer.control.sparsity_target import OnBudget
 from pyro_l0.nn import NetworkCost, NetworkGates
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.engine.record import example_of
 from pyro_l0.training.processes import average_gradients
 
 __all__ = ["NetworkBudget", "named_costs"]
@@ -92,7 +93,8 @@ class NetworkBudget:
         self._cost: Cost | Mapping[str, Cost] | None = None if isinstance(cost, str) else cost
         if example is not None:
             self._cost = named_costs(budget, cost, NetworkCost(network, example))
-        self._network, self._example, self._budget = network, example, budget
+        self._example = None if example is None else example_of(example, network)
+        self._network, self._budget = network, budget
         self._options: dict[str, Any] = {
             "pretrained": pretrained,
             "at_least": at_least,

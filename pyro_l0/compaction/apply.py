@@ -13,7 +13,7 @@ from pyro_l0.compaction.layers import add_shift, change_gate, reduce_norm
 from pyro_l0.compaction.plan import Constant, LayerFold, Plan, contribution, input_dim, layer_constants, set_attributes
 from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, calls_of
-from pyro_l0.nn.engine.record import copied
+from pyro_l0.nn.engine.record import copied, example_of
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import check_given
 from pyro_l0.nn.insert import replace_gates
@@ -74,7 +74,7 @@ def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -
     expect(Plan, "the plan of a compacted network", plan=plan)
     if plan.folds and example is None:
         raise ValueError("Expected an example, since constants of removed units are computed from it.")
-    constants = constants_of(network, plan, [] if example is None else calls_of(example))
+    constants = constants_of(network, plan, [] if example is None else calls_of(example_of(example, network)))
     small = copied(network)
     apply_in_place(small, plan, constants)
     return small if plan.keeps_gates else small.eval()

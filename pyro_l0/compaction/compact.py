@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pyro_l0.compaction.apply import apply_in_place, refuse_other_sizes, reset_running_means
 from pyro_l0.compaction.calls import Arguments, NoDropout, another_size, run, tensors
 from pyro_l0.compaction.certificate import Certificate, certify, difference, refuse_another, tolerance_of
-from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.compaction.plan import (
     NotConstantError,
     Plan,
@@ -32,7 +31,7 @@ from pyro_l0.compaction.storage import Compacted
 from pyro_l0.expect import expect
 from pyro_l0.nn.calls import refuse_computed
 from pyro_l0.nn.engine import Example, Recording, analyse, calls_of, record
-from pyro_l0.nn.engine.record import copied, held
+from pyro_l0.nn.engine.record import copied, example_of, held
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
 
@@ -43,7 +42,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 def check_network(network: nn.Module, example: Example) -> list[Arguments]:
     """Run a network on an example, whose calls are returned; refuse what would certify nothing."""
     expect(nn.Module, "a torch module", network=network)
-    calls = calls_of(example)
+    calls = calls_of(example_of(example, network))
     inputs = [x for call in calls for x in tensors(call)]
     if not inputs or not all(x.numel() for x in inputs):
         shapes = [tuple(x.shape) for x in inputs]
@@ -80,7 +79,7 @@ def _warn_unused(network: nn.Module, recording: Recording, shrunk: Mapping[str, 
             warnings.warn(
                 f"Expected an example that uses the whole network, but no call of it uses {path!r}, which stays as it "
                 "is and may not fit the units that are left; give a list of calls that use it too.",
-                stacklevel=5,
+                stacklevel=7,  # who calls compact
             )
 
 
@@ -96,36 +95,17 @@ def search(
     network: nn.Module,
     gates: Mapping[str, Tensor],
     example: Example,
-    keep_gates: bool = False,
     tolerance: float | None = None,
-    is_trial: bool = False,
-    in_float64: bool = True,
     zeros: Set[str] = frozenset(),
+    **flags: bool,
 ) -> Compacted:
     """Make a smaller network, as :func:`~pyro_l0.compaction.compact` does, which has the arguments and errors.
 
     Attempts cut less and less, and the first that is certified is returned. With ``keep_gates`` the gates that are not
-    0 stay, to train on, and their values stand for any others. In a trial only outputs are compared. Slices of zeros of
-    the parameters named in ``zeros`` count as zeros for good.
+    0 stay, to train on, and their values stand for any others. In a trial (``is_trial``) only outputs are compared.
+    Slices of zeros of the parameters named in ``zeros`` count as zeros for good.
     """
-    first: CompactionError | None = None
-    flags = {"keep_gates": keep_gates, "is_trial": is_trial, "in_float64": in_float64}
-    task = _Task.of(network, gates, example, tolerance, zeros, **flags)
-    recordings = _recordings(network, task.network, example)
-    for attempt in ((recording, *how) for recording in recordings for how in product(_closed(gates), (True, False))):
-        if zeros and first is not None and not attempt[-1]:
-            continue  # constants are not in the way, but the zeros of some parameters
-        try:
-            return task.cut(*attempt)
-        except NotConstantError:
-            continue
-        except CompactionError as error:
-            first = first or error
-    assert first is not None
-    if not is_trial:  # perhaps copies differ from the network before anything is cut
-        refuse_computed(network)
-        refuse_another(network, task.network, task.calls, task.tolerance, in_float64)
-    raise first
+    return _Task.of(network, gates, example, tolerance, zeros, **flags).search()
 
 
 def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example, **options: Any) -> str | None:
@@ -137,26 +117,6 @@ def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example, *
     except Exception as error:  # of any kind, as the network's own code raises some
         return str(error) or type(error).__name__
     return None
-
-
-def _recordings(network: nn.Module, copy: nn.Module, example: Example) -> Iterator[Recording]:
-    """A copy of a network as it evaluates; then, in case that is not enough, also as it trains if that differs.
-
-    The network's gates take over the dimensions that calls gave those of the copy.
-    """
-    with _refusing(ValueError), as_whole_norms(copy):
-        evaluated = record(copy, example)
-    for own, other in zip(gate_names(network).values(), gate_names(copy).values(), strict=True):
-        own.dim = other.dim
-    yield evaluated
-    try:
-        with as_whole_norms(copy), NoDropout():
-            both = record(copy, example, with_training=True)
-    except Exception:  # in training mode the network expects other arguments
-        return
-    names = [operation.name for operation in evaluated.operations]
-    if [operation.name for operation in both.operations] != 2 * names:
-        yield both
 
 
 def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -175,6 +135,7 @@ class _Task:
 
     own: nn.Module  # as it was given
     network: nn.Module
+    recording: Recording  # of the copy as it evaluates
     gates: Mapping[str, Tensor]
     calls: Sequence[Arguments]
     tolerance: float
@@ -199,7 +160,43 @@ class _Task:
         like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
         gates = {site: gate if like.is_meta else gate.to(like.device) for site, gate in gates.items()}
         limit = tolerance_of(like.dtype) if tolerance is None else tolerance
-        return cls(network, copied(network).train(), gates, calls, limit, zeros=zeros, **flags)
+        copy = copied(network).train()
+        with _refusing(ValueError):
+            recording = record(copy, example_of(example, network))
+        for own, other in zip(gate_names(network).values(), gate_names(copy).values(), strict=True):
+            own.dim = other.dim  # as calls give it
+        return cls(network, copy, recording, gates, calls, limit, zeros=zeros, **flags)
+
+    def search(self) -> Compacted:
+        """The first attempt that is certified."""
+        first: CompactionError | None = None
+        closed = list(_closed(self.gates))
+        for attempt in ((recording, *how) for recording in self.recordings() for how in product(closed, (True, False))):
+            if self.zeros and first is not None and not attempt[-1]:
+                continue  # constants are not in the way, but the zeros of some parameters
+            try:
+                return self.cut(*attempt)
+            except NotConstantError:
+                continue
+            except CompactionError as error:
+                first = first or error
+        assert first is not None
+        if not self.is_trial:  # perhaps copies differ from the network before anything is cut
+            refuse_computed(self.own)
+            refuse_another(self.own, self.network, self.calls, self.tolerance, self.in_float64)
+        raise first
+
+    def recordings(self) -> Iterator[Recording]:
+        """The network as it evaluates; then, in case that is not enough, also as it trains if that differs."""
+        yield self.recording
+        try:
+            with NoDropout():
+                both = record(self.network, self.recording.example, with_training=True)
+        except Exception:  # in training mode the network expects other arguments
+            return
+        names = [operation.name for operation in self.recording.operations]
+        if [operation.name for operation in both.operations] != 2 * names:
+            yield both
 
     def cut(self, recording: Recording, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         """A certified network without units whose gates are closed; raises NotConstantError and CompactionError."""
@@ -364,18 +361,22 @@ def compact(
         >>> small.network[0], small.plan.remaining["0.weight"]
         (Linear(in_features=2, out_features=2, bias=True), ((0, 2), None))
     """
+    return _compact(_Task.of(network, gates, example, tolerance, in_float64=in_float64), before)
+
+
+def _compact(task: _Task, before: Sequence[Plan] = ()) -> Compacted:
     try:
-        found = search(network, gates, example, tolerance=tolerance, in_float64=in_float64)
+        found = task.search()
     except RoundingError:
         raise
     except CompactionError as error:
-        raise CompactionError(f"{error}{_advice(network, gates, example)}") from error
+        raise CompactionError(f"{error}{_advice(task)}") from error
     stays = {site: next(iter(why.values())) for site, why in found.reasons.items() if why}
     if stays and not found.plan.remaining:
         named = "; ".join(f"{site!r}: {why}" for site, why in stays.items())
         warnings.warn(
             f"Gates are closed, but nothing is smaller: units stay ({named}). Put gates where suggest_gates says.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return replace(found, before=tuple(before))
 
@@ -384,20 +385,20 @@ def compact_or_fix(
     network: nn.Module, gates: Mapping[str, Tensor], example: Example
 ) -> tuple[Compacted, CompactionError | None]:
     """What :func:`compact` returns; if it can't, the whole network with fixed gates, and the error."""
+    task = _Task.of(network, gates, example)
     try:
-        return compact(network, gates, example), None
+        return _compact(task), None
     except CompactionError as error:
-        task = _Task.of(network, gates, example)
         opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
-        return task.cut(next(_recordings(network, task.network, example)), opened, False), error
+        return task.cut(task.recording, opened, False), error
 
 
-def _advice(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> str:
+def _advice(task: _Task) -> str:
     """Which gates to open for a network to be cut, as a sentence; nothing if opening those of some sites is no help."""
 
     def fails(closed: Sequence[str]) -> bool:
-        some = {site: x if site in closed else torch.where(x == 0, 1.0, x) for site, x in gates.items()}
-        return refusal(network, some, example) is not None
+        some = {site: x if site in closed else torch.where(x == 0, 1.0, x) for site, x in task.gates.items()}
+        return refusal(task.own, some, task.recording.example) is not None
 
     def in_the_way(closed: list[str]) -> list[str]:
         """Those of some sites that can't be cut alone, found by halves, since there are few."""
@@ -406,7 +407,7 @@ def _advice(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -
         half = len(closed) // 2
         return [*in_the_way(closed[:half]), *in_the_way(closed[half:])] if half else closed
 
-    sites = [site for site, gate in gates.items() if bool((gate == 0).any())]
+    sites = [site for site, gate in task.gates.items() if bool((gate == 0).any())]
     found = in_the_way(sites)
     if not found or fails([site for site in sites if site not in found]):
         return ""

@@ -2,8 +2,7 @@
 
 # Without annotations as strings, which torch.jit.script can't read.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -89,6 +88,7 @@ class ReducedLayerNorm(nn.LayerNorm):
     because every removed unit differs from the mean by :math:`\mu`.
     """
 
+    recorded_as = nn.LayerNorm
     size: int
 
     def forward(self, input: Tensor) -> Tensor:
@@ -106,6 +106,7 @@ class ReducedLayerNorm(nn.LayerNorm):
 class ReducedRMSNorm(nn.RMSNorm):
     """Root mean square normalisation that counts removed units as zeros, of ``size`` units."""
 
+    recorded_as = nn.RMSNorm
     size: int
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +118,6 @@ class ReducedRMSNorm(nn.RMSNorm):
 
 
 _REDUCED: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: ReducedLayerNorm, nn.RMSNorm: ReducedRMSNorm}
-_WHOLE = {reduced: whole for whole, reduced in _REDUCED.items()}
 
 
 def reduce_norm(module: nn.Module, size: int) -> None:
@@ -126,19 +126,6 @@ def reduce_norm(module: nn.Module, size: int) -> None:
     if not isinstance(module, (ReducedLayerNorm, ReducedRMSNorm)):
         raise TypeError(f"Expected nn.LayerNorm or nn.RMSNorm to lose units, but got {type(module).__name__}.")
     module.size = size
-
-
-@contextmanager
-def as_whole_norms(network: nn.Module) -> Iterator[None]:
-    """A context in which reduced norms of a network are plain ones, to be recorded as single operations."""
-    reduced = [(module, type(module)) for module in network.modules() if type(module) in _WHOLE]
-    for module, kind in reduced:
-        module.__class__ = _WHOLE[kind]
-    try:
-        yield
-    finally:
-        for module, kind in reduced:
-            module.__class__ = kind
 
 
 class _Indexed(nn.Module):

@@ -16,6 +16,7 @@ from pyro_l0.compaction.compact import check_network, search
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.nn.engine import Example, calls_of
+from pyro_l0.nn.engine.record import example_of
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.square_norms import square_norms
@@ -145,7 +146,7 @@ class Shrinker:
             raise ValueError(f"Expected threshold strictly between 0 and 1, but got {threshold}.")
         self.main = Replica(network, guide)
         self.replicas = list(replicas)
-        self.example = example
+        self.example = example_of(example, network)
         self.optimiser = optimiser
         self.elbo = elbo
         self.threshold = threshold

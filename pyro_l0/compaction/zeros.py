@@ -13,7 +13,7 @@ from pyro_l0.compaction.certificate import refuse_another
 from pyro_l0.compaction.compact import CompactionError, RoundingError, refusal, search
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.engine import Example, calls_of
-from pyro_l0.nn.engine.record import copied
+from pyro_l0.nn.engine.record import copied, example_of
 from pyro_l0.nn.gate import check_given
 from pyro_l0.nn.heads import gate_heads
 
@@ -64,7 +64,7 @@ def compact_zeros(
         >>> compact_zeros(net, torch.ones(1, 2)).network[0]
         Linear(in_features=2, out_features=2, bias=True)
     """
-    permanent = _made_permanent(network)
+    permanent, example = _made_permanent(network), example_of(example, network)
     found_heads = {path: _zero_heads(module) for path, module in permanent.named_modules() if path}
     heads = {path: zero for path, zero in found_heads.items() if zero is not None}
     gated = gate_heads(permanent, {f"{path}.out_proj": len(zero) for path, zero in heads.items()})

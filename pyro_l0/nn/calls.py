@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +15,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example, Recording, Value, calls_of, held, keep_state, record, tensors
+from pyro_l0.nn.engine.record import (
+    Example,
+    ModuleCall,
+    Recording,
+    Value,
+    calls_of,
+    example_of,
+    held,
+    keep_state,
+    record,
+    tensors,
+)
 from pyro_l0.nn.gate import check_given, gate_names
 
 __all__ = [
     "Calls",
-    "ModuleCall",
-    "containing",
     "follow_calls",
     "idle_gates",
     "record_called",
@@ -33,21 +42,15 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class ModuleCall:
-    """One call of a module, in a call of the network."""
-
-    behind: str  # in words, the module that made its first tensor
-    input: Value | None  # its first tensor; None if there is none, or no operation uses it
-    output: Value | None  # what it returns, of a recurrent layer its last state; None if that is not a tensor
-    number: int  # of the network's call
-
-
-@dataclass(frozen=True)
 class Calls:
     """The calls of a network's modules, in order, and what the engine knows of their tensors."""
 
-    of: dict[nn.Module, list[ModuleCall]]
     maps: Maps
+
+    @property
+    def of(self) -> Mapping[nn.Module, list[ModuleCall]]:
+        """The calls of each module."""
+        return self.maps.recording.modules
 
     def of_one(self, module: nn.Module) -> list[ModuleCall]:
         """The calls of a module in the first call of the network that calls it most often."""
@@ -75,52 +78,12 @@ class Calls:
 
 
 def follow_calls(network: nn.Module, example: Example) -> Calls:
-    """Record a network and the calls of its modules."""
+    """Record a network, and find what the engine knows of the calls of its modules."""
     check_given(network)
     refuse_wrapped(network)
-    seen: list[tuple[nn.Module, Tensor | None, object, str, int]] = []
-    begun: list[object] = []  # calls of the whole network
-    makers: dict[int, str] = {}
-    paths = {module: path for path, module in network.named_modules() if path}
-
-    def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        result = _hidden(module, result)
-        seen.append((module, given, result, makers.get(id(given), "the network's input"), len(begun)))
-        if isinstance(result, Tensor):
-            makers[id(result)] = repr(paths[module])
-
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in paths]
-    handles.append(network.register_forward_pre_hook(lambda module, args: begun.append(module)))
-    try:
-        recording = record_example(network, example)
-    finally:
-        for handle in handles:
-            handle.remove()
+    recording = record_example(network, example)
     refuse_computed(network)
-    operations = recording.operations
-    values = {id(value.tensor): value for one in operations for value in (*one.inputs, *one.made)}
-    # What a module made itself, though a later one changed it in place.
-    made = {(path, id(x.tensor)): x for one in operations for path in containing(one.path) for x in one.made}
-    calls: dict[nn.Module, list[ModuleCall]] = {}
-    for module, given, result, behind, number in seen:
-        output = made.get((paths[module], id(result)), values.get(id(result)))
-        call = ModuleCall(behind, values.get(id(given)), output, number)
-        calls.setdefault(module, []).append(call)
-    return Calls(calls, analyse(recording, {}).maps)
-
-
-def containing(path: str) -> list[str]:
-    """A module's path and those of the modules that contain it, the network apart."""
-    names = path.split(".") if path else []
-    return [".".join(names[:length]) for length in range(len(names), 0, -1)]
-
-
-def _hidden(module: nn.Module, result: Any) -> object:
-    """What a module returns; of a recurrent layer or cell, the tensor of its hidden units."""
-    if isinstance(module, nn.RNNBase):
-        result = result[1]
-    return result[0] if isinstance(module, nn.LSTM | nn.LSTMCell) else result
+    return Calls(analyse(recording, {}).maps)
 
 
 def refuse_wrapped(network: nn.Module) -> None:
@@ -233,7 +196,7 @@ def _misplaced(site: str, path: str, why: str) -> ValueError:
 def record_example(network: nn.Module, example: Example) -> Recording:
     """Record a network; where it does not take the example, the error names that."""
     check_given(network)
-    calls = calls_of(example)
+    calls = calls_of(example_of(example, network))
     tensors = [x for call in calls for x in tree_leaves(call) if isinstance(x, Tensor)]
     given = " and ".join(f"one of shape {tuple(x.shape)} and dtype {x.dtype}" for x in tensors) or "no tensor"
     if not calls or any(x.dim() and not len(x) for x in tensors):

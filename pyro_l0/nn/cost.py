@@ -279,6 +279,10 @@ class ClosedUnits:
             saved[site].append(each)
         return {site: tuple(np.mean(each, 0).tolist()) for site, each in saved.items()}
 
+    def written(self) -> set[str]:
+        """The sites of gates whose units some weight writes; those of the network's inputs are none."""
+        return {use.site for use in find_writers(self._dependencies.maps)}
+
     def report(self) -> Report:
         """Find what keeps units, by closing half of the gates and then the others."""
         closings = [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0.expect import expect_count
 from pyro_l0.nn.calls import refuse_idle
-from pyro_l0.nn.engine.record import Example, copied
+from pyro_l0.nn.engine.record import Example, copied, example_of
 from pyro_l0.nn.gate import check_given
 from pyro_l0.nn.insert import GateHook, arrange, has_hook, module_at
 from pyro_l0.nn.l0_gate import L0Gate
@@ -180,7 +180,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int], example: Example | 
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PlainAttention) for m in module.modules()):
             module.use_nested_tensor = False
     if example is not None:
-        refuse_idle(new, example)
+        refuse_idle(new, example_of(example, network))
     return new
 
 

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.expect import expect
-from pyro_l0.nn.calls import ModuleCall, follow_calls, refuse_idle
-from pyro_l0.nn.engine.record import Example, Value, copied
+from pyro_l0.nn.calls import follow_calls, refuse_idle
+from pyro_l0.nn.engine.record import Example, ModuleCall, Value, copied, example_of
 from pyro_l0.nn.gate import GateHolder, GateLayer, check_given, name_gates
 
 _HOLDER = "l0_gates"
@@ -196,7 +196,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
         (_RecurrentHook if isinstance(module, nn.RNNBase) else _OutputHook)(module, gate)
     arrange(new)
     if example is not None:
-        refuse_idle(new, example)
+        refuse_idle(new, example_of(example, network))
     return new
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import Calls, containing, follow_calls, idle_gates, record_called
+from pyro_l0.nn.calls import Calls, follow_calls, idle_gates, record_called
 from pyro_l0.nn.cost import ClosedUnits
 from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Mask, Read, Reshape, outer
-from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
+from pyro_l0.nn.engine.record import Example, Operation, Recording, Value, containing, example_of
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.nn.heads import gate_heads, is_dense
 from pyro_l0.nn.insert import has_gate_behind, hooks_of, insert_gates
@@ -39,6 +39,7 @@ class Location:
     parameters: tuple[str, ...]  # that lose entries with a unit
     coupled: tuple[str, ...]  # other locations on the same units, such as a residual stream's
     is_composite: bool  # whether its units are parts of larger ones that can have gates, such as a head's queries
+    is_input: bool  # whether no weight writes its units, as those of the network's inputs
 
 
 class Suggestions(Mapping[str, L0Gate]):
@@ -116,6 +117,7 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         no gate behind 2: it makes the network's output
     """
     calls = follow_calls(network, example)
+    example = example_of(example, network)  # of copies with gates, too
     found, refused = _candidates(network, calls)
     gates = {path: gate for path, outputs in found.items() if (gate := _gate(outputs)) is not None}
     locations: list[Location] = []
@@ -125,7 +127,7 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         names: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
         sites = {path: names[hook.gate] for path, hook in hooks_of(gated) if hook.suffix == "1"}
         closed = ClosedUnits(record_called(gated, example), _UNITS)
-        saved = closed.saved()
+        saved, written = closed.saved(), closed.written()
         idle = idle_gates(gated, example)
         why = dict.fromkeys(idle, "its units change no output")
         why |= {stay.site: f"its units {stay.verdict}" for stay in reversed(closed.report().stays)}
@@ -139,7 +141,7 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
             if others and leaving.issuperset(others):
                 refused[path] = f"its units are those of {_few(others)}"
             elif site not in idle and (max(saved[site]) > 0 or (path in recurrent and others and site not in why)):
-                at = streams[path], *saved[site], parameters[path], others, path in composites
+                at = streams[path], *saved[site], parameters[path], others, path in composites, site not in written
                 locations.append(Location(path, *at))
             else:
                 together = f"its units leave only together with those behind {_few(others)}"

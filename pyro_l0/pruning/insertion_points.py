@@ -14,7 +14,7 @@ from torch import nn
 from pyro_l0.compaction.compact import refusal
 from pyro_l0.expect import expect
 from pyro_l0.nn import L0Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
-from pyro_l0.nn.engine import Example, analyse, record
+from pyro_l0.nn.engine import Example, Recording, analyse, record
 from pyro_l0.nn.engine.readers import find_readers, find_writers
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.nn.insert import hooks_of
@@ -91,7 +91,7 @@ class GatedNetwork:
 
 def put_gates(
     network: nn.Module,
-    example: Example,
+    recording: Recording,
     gates: Mapping[str, GateLayer] | None,
     suffices: Callable[[nn.Module, float], bool],
 ) -> GatedNetwork:
@@ -113,19 +113,20 @@ def put_gates(
         halves = {site: (torch.arange(gate.size) < (gate.size + 1) // 2) for site, gate in gate_names(gated).items()}
         for first in (True, False):
             closed = {site: x.float() if first else x.float().flip(0) for site, x in halves.items()}
-            why = refusal(gated, closed, example)
+            why = refusal(gated, closed, recording.example)
             if why is not None:
                 raise ValueError(f"Expected gates whose units can be taken out of the network, but: {why}")
         if gate_names(network) or suffices(gated, 1.0):
             return GatedNetwork(gated)
-        other = put_gates(network, example, None, suffices).network
+        other = put_gates(network, recording, None, suffices).network
         return GatedNetwork(gated, better=tuple(path for path, _ in hooks_of(other)) if suffices(other, 1.0) else ())
-    suggested = suggest_gates(network, example)
-    points, inputs = _without_inputs(network, example, _alone(suggested))
+    suggested = suggest_gates(network, recording)
+    heads: Sites = [((path,), number) for path, number in suggested.heads.items() if number > 1]
+    points, inputs = heads + _alone(suggested, are_inputs=False), _alone(suggested, are_inputs=True)
     skipped = _why_not(suggested, inputs)
     found = _with_gates(network, points) if points else None
     parts: Sites = [((x.path,), x.gate) for x in suggested.locations if x.is_composite and not x.coupled]
-    for fraction, more in ((_FRACTION, [*_streams(network, example, suggested), *inputs]), (1.0, parts)):
+    for fraction, more in ((_FRACTION, [*_streams(network, recording.example, suggested), *inputs]), (1.0, parts)):
         if more and (found is None or not suffices(found, fraction)):
             points = [*points, *more]
             found = _with_gates(network, points)
@@ -160,20 +161,10 @@ def _paths(sites: Sites) -> set[str]:
     return {path for paths, _ in sites for path in paths}
 
 
-def _alone(suggested: Suggestions) -> Sites:
-    """The heads, and the locations whose units leave alone."""
+def _alone(suggested: Suggestions, are_inputs: bool) -> Sites:
+    """The locations whose units leave alone: those of the network's inputs, or those that some layer computes."""
     alone = [x for x in suggested.locations if not x.coupled and not x.is_composite]
-    heads = [((path,), number) for path, number in suggested.heads.items() if number > 1]
-    return [*heads, *(((x.path,), x.gate) for x in alone)]
-
-
-def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple[Sites, Sites]:
-    """The sites whose units some layer computes, and those of the network's inputs."""
-    gated = _with_gates(network, [one for one in sites if not isinstance(one[1], int)])
-    names: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
-    written = NetworkCost(gated, example).filter_sizes if names else {}
-    given = {path for path, hook in hooks_of(gated) if not written[names[hook.gate]]}
-    return [x for x in sites if x[0][0] not in given], [x for x in sites if x[0][0] in given]
+    return [((x.path,), x.gate) for x in alone if x.is_input is are_inputs]
 
 
 def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> Sites:

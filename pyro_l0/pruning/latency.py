@@ -18,6 +18,7 @@ from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.cost import Expectations, PerDevice
 from pyro_l0.nn.engine import Example, Operation, Value, calls_of, find_entry
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
+from pyro_l0.nn.engine.record import example_of
 from pyro_l0.nn.engine.statements import FALSE, TRUE, NormalForms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.training.processes import rank, share_value
@@ -56,7 +57,7 @@ class Latency:
     """
 
     def __init__(self, network: nn.Module, example: Example, measured: Mapping[str, float] | None = None) -> None:
-        recording = record_called(network, example)
+        recording, example = record_called(network, example), example_of(example, network)
         dependencies = find_dependencies(
             recording, lambda _: NormalForms([gate.size for gate in gate_names(network).values()])
         )

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_l0.callbacks.budget import named_costs
 from pyro_l0.compaction.certificate import refuse_another
-from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.control.budget import Budget, Budgets, Cost
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.calls import record_example, refuse_computed, refuse_idle, refuse_wrapped
 from pyro_l0.nn.engine import Example, calls_of
-from pyro_l0.nn.engine.record import copied
+from pyro_l0.nn.engine.record import copied, example_of
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.latency import measure_latency
@@ -126,7 +125,7 @@ def prune(
     gated_steps, further_steps = training.count_steps(batches, epochs)
     home = next((p.device for p in network.parameters()), "cpu")
     device = torch.device(home if training.device is None else training.device)
-    example = tree_map_only(Tensor, lambda x: x.to(device), example)
+    example = tree_map_only(Tensor, lambda x: x.to(device), example_of(example, network))
     given = copied(network).to(device)
     share(given)
     loss, batch = BatchLoss(loss_fn, device, training.autocast), next(some_batches(batches))
@@ -137,9 +136,10 @@ def prune(
     path = training.checkpoint if is_timed and training.resume else None
     measured = None if path is None else saved_entry(path, "latency")
     latency_of = cache(lambda gated: measure_latency(gated, example, measured) if is_timed else None)
+    counts_of = lru_cache(1)(lambda gated: NetworkCost(gated, example))  # of the last alone, as they hold activations
 
     def suffices(gated: nn.Module, fraction: float) -> bool:
-        counts = NetworkCost(gated, example)
+        counts = counts_of(gated)
         if measured is not None:
             return bool(sum(counts.sizes.values()) == measured["gates"])  # as the run chose
         if callable(cost) or not counts.sizes:
@@ -156,16 +156,18 @@ def prune(
 
     dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
     trained = trained_modules(dense, loss, batch)  # before what takes longer
-    gated = put_gates(given, example, gates, suffices)
+    recording = record_example(given, example)
+    gated = put_gates(given, recording, gates, suffices)
     at_home = tree_map_only(Tensor, lambda x: x.to(home), calls_of(example))
     gated.network.to(home)
     in_first(lambda: refuse_another(network, gated.network, at_home, None))  # whose network all processes train
     refuse_idle(gated.network.to(device), example)
-    called = {name.rpartition(".")[0] for name in record_example(given, example).named}
+    called = {name.rpartition(".")[0] for name in recording.named}
+    del recording  # and the activations in it
     gated.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
 
     # Make the costs of the gates, and their limits.
-    counts, latency = NetworkCost(gated.network, example), latency_of(gated.network)
+    counts, latency = counts_of(gated.network), latency_of(gated.network)
     in_step = {} if multiple_of is None else gates_in_step(gated.network, example, multiple_of)
     run = Run(
         gated=gated,
@@ -232,8 +234,7 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     """What is returned of the network at a budget, and the notes on it."""
     assert cut.compacted is not None
     network, removed = cut.compacted.network.eval(), cut.compacted.removed
-    with as_whole_norms(network):
-        counts = NetworkCost(network, run.example), run.counts
+    counts = NetworkCost(network, run.example), run.counts
     left = {name: tuple(getattr(x, f"total_{name}") for x in counts) for name in ("macs", "weights", "parameters")}
     if run.latency is not None:
         left["latency"] = run.latency.compare(network)

@@ -89,7 +89,7 @@ class Run:
             self.loss.teach(Distillation(dense.eval(), *self.training.distil), batch)
         self.control = NetworkBudget(
             self.gated.network,
-            self.example,
+            None,  # a copy is cut at each budget
             self.budget,
             self.costs,
             pretrained=self.pretrained,

@@ -133,8 +133,9 @@ def test_parts_that_stay_whole_are_warned_of():
     """A part that no call used and that could read units that left."""
     torch.manual_seed(0)
     network, x = Branching(asks_units=False).double(), example(3, 4)
-    with pytest.warns(UserWarning, match="no call of it uses 'other'"):
+    with pytest.warns(UserWarning, match="no call of it uses 'other'") as warned:
         compact(network, {"gate": CLOSED}, x)
+    assert [warning.filename for warning in warned] == [__file__]
     assert compact(network, {"gate": CLOSED}, [x, (x, True)]).network.other.in_features == 3
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.nn import L0Gate
+from pyro_l0.nn.engine import record
 from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
 from pyro_l0.pruning.insertion_points import put_gates
@@ -185,7 +186,8 @@ def test_a_network_with_checkpointed_blocks():
     found = []
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
-        network = put_gates(Block(is_checkpointed), X[:2], None, lambda *_: True).network
+        block = Block(is_checkpointed)
+        network = put_gates(block, record(block, X[:2]), None, lambda *_: True).network
         network.double().train()
         outputs = network(X[:40].double())
         gradients = torch.autograd.grad(F.cross_entropy(outputs, Y[:40]), [*network.parameters()])

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial, update_wrapper
 from itertools import product
+from operator import is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -30,11 +31,14 @@ __all__ = [
     "WRITE",
     "Call",
     "Example",
+    "ModuleCall",
     "Operation",
     "Recording",
     "Value",
     "calls_of",
+    "containing",
     "copied",
+    "example_of",
     "held",
     "keep_state",
     "record",
@@ -142,19 +146,92 @@ class Call:
     outputs: tuple[Value, ...]
 
 
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module, in a call of the network."""
+
+    behind: str  # in words, the module that made its first tensor
+    input: Value | None  # its first tensor; None if there is none, or no operation uses it
+    output: Value | None  # what it returns, of a recurrent layer its last state; None if that is not a tensor
+    number: int  # of the network's call
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a network did in one call or several."""
+    """What a network did in one call or several.
+
+    Wherever this library takes an example of a network's calls, a recording of that network stands for it, and is not
+    made again. It holds while the network trains, and until modules, sizes, tensors or settings of it are replaced.
+    """
 
     network: nn.Module
+    example: Example  # what it was called with
     operations: tuple[Operation, ...]  # in the order of their running
     calls: tuple[Call, ...]  # one for each example
     named: dict[str, Value]  # parameters and buffers that were used, by every name
+    modules: dict[nn.Module, list[ModuleCall]]  # the calls of its modules, in order
+    layout: Mapping[str, _Layout]  # of the network
     comparisons: tuple[Comparison, ...] = ()  # of sizes and of integers of the users' modules
     dimensions: Mapping[Dimension, tuple[Value, int]] = field(default_factory=dict)  # what these are sizes of
 
+    def check(self, network: nn.Module) -> None:
+        """Refuse another network than the recorded one, or one in which something was replaced since.
 
-Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
+        Raises:
+            ValueError: it is another one, and the message names the first module that differs; or calls in training
+                mode were recorded, too.
+        """
+        now = _layout(network)
+        changed = [path for path in {**now, **self.layout} if now.get(path) != self.layout.get(path)]
+        if network is not self.network:
+            wrong = f"of the network itself, but got one of another {type(self.network).__name__}"
+        elif changed:
+            wrong = f"of the network as it is now, but {changed[0] or 'the network'!r} has changed since"
+        elif len(self.calls) > len(calls_of(self.example)):
+            wrong = "of the network as it evaluates, but got one with its training"
+        else:
+            return
+        raise ValueError(f"Expected a recording {wrong}; record this network anew, or give an example of its calls.")
+
+
+class _Layout:
+    """What of a module a recording relies on: its tensors and hooks, and those attributes that are settings.
+
+    Settings are numbers, texts, tuples of these, and functions. Lists and dicts are none, as training may fill them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        own = {name: x for name, x in vars(module).items() if name != "training"}
+        tensors = [(name, x) for name, x in [*module._parameters.items(), *module._buffers.items()] if x is not None]
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        hooks = [x for x in hooks if not getattr(x, "__module__", "").startswith("pyro_l0.")]  # gates are modules, too
+        if isinstance(module, GateLayer):  # a recording shows no values of gates
+            tensors, own = [], {name: own.get(name) for name in ("size", "dim", "site_name")}
+        functions = [(name, x) for name, x in own.items() if isinstance(x, _FUNCTIONS)]
+        self.objects = [module, *hooks, *(x for _, x in (*tensors, *functions))]
+        sizes = [(name, x.shape, x.dtype, x.device) for name, x in tensors]
+        settings = {name: x for name, x in own.items() if x is not None and _is_plain(x)}  # None may become a cache
+        self.facts = type(module), sizes, settings, [name for name, _ in functions], len(hooks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Layout) or len(self.objects) != len(other.objects):
+            return False
+        return self.facts == other.facts and all(map(is_, self.objects, other.objects))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_plain(x: object) -> bool:
+    return type(x) in _PLAIN or (type(x) is tuple and all(map(_is_plain, x)))
+
+
+def _layout(network: nn.Module) -> dict[str, _Layout]:
+    """The layout of each module, by path."""
+    return {path: _Layout(module) for path, module in network.named_modules(remove_duplicate=False)}
+
+
+Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any] | Recording
+_FUNCTIONS = (FunctionType, BuiltinMethodType, MethodType, partial)
 _Function = Callable[..., object]
 _Arguments = tuple[tuple[object, ...], dict[str, object]]
 _Signature = list[tuple[str, object]]
@@ -169,32 +246,51 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
     Args:
         network: any module.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
-            such calls if a network branches on its inputs. A small batch is enough.
+            such calls if a network branches on its inputs. A small batch is enough. A recording of the network is
+            returned as it is.
         with_training: whether to make every call twice, the second time with the users' own modules in training mode.
 
     Returns:
-        The operations and their values, for :func:`analyse`.
+        The operations and their values, for :func:`analyse` and for whatever takes an example of the network's calls.
 
     Raises:
         TypeError: the example is none of these.
-        ValueError: the network returns no tensor, or two gates have one name.
+        ValueError: the network returns no tensor, two gates have one name, or the example is a recording of another
+            network or of one that has changed since.
 
     Example:
         >>> recording = record(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
         >>> [operation.name for operation in recording.operations]
         ['aten::linear', 'aten::relu']
     """
-    recorder = _Recorder(network)
-    try:
-        with keep_state(network):
-            return _record(network, example, with_training, recorder)
-    finally:
-        recorder.notes.is_open = False
-        for gate, dim in recorder.dims.items():
-            gate.dim = dim
+    if isinstance(example, Recording) and not with_training:
+        example.check(network)
+        return example
+    example = example_of(example, network)
+    with _as_recorded(network):
+        recorder = _Recorder(network)
+        try:
+            with keep_state(network):
+                calls = _record(network, example, with_training, recorder)
+        finally:
+            recorder.notes.is_open = False
+            for gate, dim in recorder.dims.items():
+                gate.dim = dim
+    operations = tuple(_without_saved(recorder.operations))
+    return Recording(
+        network,
+        example,
+        operations,
+        calls,
+        recorder.named,
+        recorder.module_calls(operations),
+        _layout(network),
+        tuple(recorder.notes),
+        recorder.compared_dimensions(),
+    )
 
 
-def _record(network: nn.Module, example: Example, with_training: bool, recorder: _Recorder) -> Recording:
+def _record(network: nn.Module, example: Example, with_training: bool, recorder: _Recorder) -> tuple[Call, ...]:
     calls = []
     own_modules = [x for x in network.modules() if not type(x).__module__.startswith("torch.nn.")]
     follow_integers(network, recorder.notes)
@@ -215,10 +311,15 @@ def _record(network: nn.Module, example: Example, with_training: bool, recorder:
             for value in outputs:
                 value.is_output = True
             calls.append(Call(tuple(inputs), tuple(outputs)))
-    operations = tuple(_without_saved(recorder.operations))
-    return Recording(
-        network, operations, tuple(calls), recorder.named, tuple(recorder.notes), recorder.compared_dimensions()
-    )
+    return tuple(calls)
+
+
+def example_of(example: Example, network: nn.Module) -> Example:
+    """What a network is called with: an example as it is, or that of a recording, which has to be of this network."""
+    if not isinstance(example, Recording):
+        return example
+    example.check(network)
+    return example.example
 
 
 def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, object]]]:
@@ -237,6 +338,12 @@ def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, objec
     )
 
 
+def containing(path: str) -> list[str]:
+    """A module's path and those of the modules that contain it, the network apart."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names), 0, -1)]
+
+
 class _Recorder(TorchDispatchMode):
     """Records every operation that reaches the dispatcher."""
 
@@ -250,6 +357,9 @@ class _Recorder(TorchDispatchMode):
         self.is_paused = False
         self._gate: dict[str, object] | None = None
         self._paths: list[str] = [""]
+        self._module_calls: list[tuple[nn.Module, str, Tensor | None, object, int]] = []
+        self._makers: dict[int, str] = {}  # by the id of a tensor, the module that returned it last
+        self._begun = 0  # calls of the whole network
         self._values: dict[int, Value] = {}
         self._in_memory: dict[int, dict[int, Tensor]] = {}  # by address, the tensors that were seen there
         self._asked: list[Tensor] = []  # for their shapes; an id has to stay theirs
@@ -360,24 +470,52 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def follow_modules(self) -> Iterator[None]:
-        """Keep the path of the module that is running."""
-        paths = {id(module): path for path, module in self.network.named_modules()}
+        """Keep the path of the module that is running, and note the calls of modules."""
+        paths = {module: path for path, module in self.network.named_modules()}
 
         def enter(module: nn.Module, inputs: object) -> None:
-            self._paths.append(paths.get(id(module), self._paths[-1]))
+            self._begun += module is self.network
+            self._paths.append(paths.get(module, self._paths[-1]))
 
         def leave(module: nn.Module, inputs: object, result: object) -> None:
             self._paths.pop()
+
+        def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
+            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            result, behind = _hidden(module, result), self._makers.get(id(given), "the network's input")
+            self._module_calls.append((module, behind, given, result, self._begun))
+            if isinstance(result, Tensor):
+                self._makers[id(result)] = repr(paths[module])
 
         handles = [
             module_hooks.register_module_forward_pre_hook(enter),
             module_hooks.register_module_forward_hook(leave, always_call=True),
         ]
         try:
+            # Behind hooks of the modules' own, which may return something else.
+            handles += [module.register_forward_hook(note, with_kwargs=True) for module, path in paths.items() if path]
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def module_calls(self, operations: Sequence[Operation]) -> dict[nn.Module, list[ModuleCall]]:
+        """The calls of modules, with the values that the network's operations have of their tensors."""
+        paths = {module: path for path, module in self.network.named_modules()}
+        values = {id(x.tensor): x for operation in operations for x in (*operation.inputs, *operation.made)}
+        # What a module made itself, though a later one changed it in place.
+        made = {
+            (path, id(x.tensor)): x
+            for operation in operations
+            for path in containing(operation.path)
+            for x in operation.made
+        }
+        calls: dict[nn.Module, list[ModuleCall]] = {}
+        for module, behind, given, result, number in self._module_calls:
+            output = made.get((paths[module], id(result)), values.get(id(result)))
+            call = ModuleCall(behind, values.get(id(given)), output, number)
+            calls.setdefault(module, []).append(call)
+        return calls
 
     @contextmanager
     def replace_gates(self) -> Iterator[None]:
@@ -451,6 +589,14 @@ class _WholeCalls(TorchFunctionMode):
         return result
 
 
+def _hidden(module: nn.Module, result: Any) -> object:
+    """What a module returns; of a recurrent layer or cell, the tensor of its hidden units, or None."""
+    for kind, place in ((nn.RNNBase, 1), (nn.LSTM | nn.LSTMCell, 0)):
+        if isinstance(module, kind):
+            result = result[place] if isinstance(result, tuple) and len(result) > place else None
+    return result
+
+
 _SHAPES = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
 
 
@@ -491,6 +637,19 @@ def tensors(result: object) -> list[Tensor]:
     if isinstance(result, (tuple, list)):
         return [tensor for x in result for tensor in tensors(x)]
     return []
+
+
+@contextmanager
+def _as_recorded(network: nn.Module) -> Iterator[None]:
+    """A context in which modules are of the class ``recorded_as``, if theirs has one, which is a single operation."""
+    own = {module: type(module) for module in network.modules() if hasattr(type(module), "recorded_as")}
+    for module, kind in own.items():
+        module.__class__ = cast(Any, kind).recorded_as
+    try:
+        yield
+    finally:
+        for module, kind in own.items():
+            module.__class__ = kind
 
 
 @contextmanager
