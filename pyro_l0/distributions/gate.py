@@ -299,7 +299,10 @@ class GateDistribution(TorchDistribution):
         Raises:
             NotImplementedError: this family has none.
         """
-        raise NotImplementedError(f"A {type(self).__name__} is not the rectification of a continuous variable.")
+        raise NotImplementedError(
+            f"Expected {type(self).__name__} to have a base_distribution(), that of x where z = min(1, max(0, x)), but "
+            "it has none; write it, or use a family that has."
+        )
 
     def rectify(self, value: Tensor) -> Tensor:
         """The gate's value for a draw of :meth:`base_distribution`."""

@@ -163,6 +163,11 @@ def _times_and_events(y: ArrayLike) -> tuple[Any, NDArray[np.bool_]]:
     return kinds["time"], kinds["event"]
 
 
+# Of every fit, which no parameter of a family may be named like: attributes, with an underscore, and draws.
+_RESULTS = {"classes", "coef", "coef_sd", "credible_sets", "draws", "error", "feature_names_in", "gates", "intercept"}
+_RESULTS |= {"log_evidence", "method", "n_features_in", "ok", "pip", "problems", "rate", "slab_scale"}
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class SpikeSlabGLM(SpikeSlabRegression):
     r"""Regression of any response, with coefficients that are exactly zero or not.
@@ -172,6 +177,8 @@ class SpikeSlabGLM(SpikeSlabRegression):
     exact chains; without any, the posterior is found as that of :class:`SpikeSlabPoissonRegressor`.
 
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
+    Unless the family ``is_location``, the intercept and features that are always in are normal with mean 0 and standard
+    deviation 10, and an unknown slab scale is half-normal with the family's ``slab_unit``.
 
     Args:
         family: the distribution of y.
@@ -203,7 +210,14 @@ class SpikeSlabGLM(SpikeSlabRegression):
         is_several = family.has_outputs and family.is_location
         found, target = self._finite(x, y, y_numeric=True, multi_output=is_several, ensure_min_samples=2)
         self._outputs = ("output", range(family.outputs)) if family.has_outputs else None
-        return found, np.array(target, dtype=np.float64)
+        target = np.array(target, dtype=np.float64)
+        own = family.priors(torch.from_numpy(target), 1.0) if family.takes(target).all() else {}
+        if taken := sorted(_RESULTS & own.keys()):
+            raise ValueError(
+                f"Expected parameters of {family} with names of their own, but {', '.join(map(repr, taken))} is a "
+                "result of every fit; rename it."
+            )
+        return found, target
 
 
 class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]

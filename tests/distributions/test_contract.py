@@ -3,6 +3,10 @@
 import copy
 import math
 import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pyro
 import pytest
@@ -61,6 +65,11 @@ def test_every_parameter_is_constrained_and_brings_its_shape(family):
     shapes = dict(zip(names, [(3, 1), (2,), (), (1,)], strict=False))
     gate = family.gate(**{k: torch.full(s, family.parameters[0][k]) for k, s in shapes.items()})
     assert family.gate.infer_shapes(**shapes) == (gate.batch_shape, gate.event_shape)
+
+
+def test_from_active_prob_has_that_probability(family):
+    rate = torch.tensor([1e-4, 0.1, 0.5, 0.9], dtype=torch.float64)
+    torch.testing.assert_close(family.gate.from_active_prob(rate).active_prob, rate)
 
 
 def test_shapes_that_are_refused(family):
@@ -301,3 +310,13 @@ def test_log_prob_gradient_reaches_the_value(case, dtype):
     assert gradient.isfinite().all()
     assert gradient[0] == 0
     assert gradient[2] == 0
+
+
+@pytest.mark.slow
+def test_a_family_from_outside():
+    """The class of docs/howto/own_family.md, in all shared tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "LogisticGate"]
+    plugin = ["-p", "tests.distributions.own_family", str(Path(__file__).parent)]
+    done = subprocess.run([*command, *plugin], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 200

@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from scipy import stats
@@ -10,6 +11,7 @@ from sklearn.base import clone
 
 from pyro_l0.selection import SpikeSlabGLM, SpikeSlabMultiTaskRegressor, SpikeSlabPoissonRegressor
 from pyro_l0.selection.families import Family, Multivariate, Poisson
+from pyro_l0.selection.responses import _RESULTS
 from tests.selection.methods.by_importance import references
 from tests.selection.strangers import Exponential, GammaResponse, Laplace, ZeroInflatedPoisson
 
@@ -166,6 +168,57 @@ def test_a_density_of_another_shape(family):
     _, x = features(10)
     with pytest.raises(ValueError, match=rf"Expected the log density of {type(family).__name__}\(\) to have the shape"):
         SpikeSlabGLM(family=family).fit(x, np.ones(10) + x[:, 0] ** 2)
+
+
+class OneDraw(Exponential):
+    def sample(self, eta, random):
+        return random.exponential(np.exp(eta[0]))
+
+
+class OneMean(Exponential):
+    def mean(self, eta):
+        return np.exp(eta[0])
+
+
+class ByLogaddexp(ZeroInflatedPoisson):
+    def log_density(self, y, eta, zero):
+        inside = (1 - zero).log() - eta.exp()
+        return torch.where(y == 0, torch.logaddexp(zero.log(), inside), (1 - zero).log() + y * eta - eta.exp())
+
+
+class Named(GammaResponse):
+    def priors(self, y, unit):
+        return {"rate": super().priors(y, unit)["shape"]}
+
+    def log_density(self, y, eta, rate):
+        return super().log_density(y, eta, rate)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            OneDraw(),
+            r"Expected sample and mean of OneDraw\(\) to have the shape \(2, 10\) .* got \(10,\) and \(2, 10\)",
+        ),
+        (OneMean(), r"Expected sample and mean of OneMean\(\) .* got \(2, 10\) and \(10,\)"),
+        (ByLogaddexp(), r"second derivatives of the log density of ByLogaddexp\(\) .* use softplus or logsumexp"),
+        (Named(), r"Expected parameters of Named\(\) with names of their own, but 'rate' is a result of every fit"),
+    ],
+)
+def test_what_would_go_wrong_after_the_fit(family, message):
+    _, x = features(10)
+    with pytest.raises(ValueError, match=message):
+        SpikeSlabGLM(family=family).fit(x, np.round(1 + x[:, 0] ** 2))
+
+
+def test_no_parameter_is_named_like_a_result():
+    rng, x = features(20)
+    model = SpikeSlabGLM(family=Poisson(), random_state=0).fit(
+        pandas.DataFrame(x, columns=["a", "b"]), rng.poisson(1.0, 20)
+    )
+    attributes = {name[:-1] for name in dir(model) if name.endswith("_") and not name.startswith("_")}
+    assert attributes | model.sample().keys() | {"classes"} == _RESULTS
 
 
 class Kinked(Laplace):

@@ -117,8 +117,8 @@ class Family(ABC):
     def derivatives(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> tuple[Tensor, Tensor]:
         """The slope of the log density by eta, and minus its second derivatives; by autograd unless overridden.
 
-        The second result has the shape of eta, or ``(..., S, n, K, K)``; where the log density is not concave it is
-        made so, or their expectation.
+        The second result has the shape of eta, or ``(..., S, n, K, K)``, and is never negative: where the log density
+        is not concave, the default cuts it off, and an override may give the expectation.
         """
         with torch.enable_grad():
             slope, curvature = self._by_autograd(y, eta.detach().clone().requires_grad_(), parameters)
