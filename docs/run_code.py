@@ -1,9 +1,10 @@
-"""Run the programs of README.md and of the docs: python docs/run_code.py [PAGE ...]
+"""Run the programs of the docs, or of pages that are named: python docs/run_code.py [PAGE ...]
 
 A program is a block of ``python`` on a page, with all cells above it that run while the docs are built. Each runs in a
-process and a folder of its own; so do the cells of a page that is named, if no program comes after them. A comment
-right above a block says what is special about it: ``<!-- after: PAGE -->`` puts the first cell of another page before
-it, and ``<!-- not run: WHY -->`` leaves it out. Pages of the laboratory, which quote scripts, are left out.
+process and a folder of its own, as many side by side as there are cores; so do the cells of a page that is named, if no
+program comes after them. Those of README.md run with the package as built, in tests/test_readme.py. A comment right
+above a block says what is special about it: ``<!-- after: PAGE -->`` puts the first cell of another page before it, and
+``<!-- not run: WHY -->`` leaves it out. Pages of the laboratory, which quote scripts, are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -93,7 +95,13 @@ def run(program: Program, python: Path | None = None) -> subprocess.CompletedPro
     It imports this tree, or what is installed for another interpreter.
     """
     paths = [] if python else [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **GROUP, "PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **GROUP,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "MPLBACKEND": "Agg",
+    }
     with tempfile.TemporaryDirectory() as folder:
         command = [str(python or sys.executable), "-c", program.code]
         try:
@@ -103,24 +111,24 @@ def run(program: Program, python: Path | None = None) -> subprocess.CompletedPro
 
 
 def main(names: list[str]) -> int:
-    """Run all programs, or those of some pages; the number of those that failed."""
-    failed = 0
-    for page in [Path(name).resolve() for name in names] or pages():
-        for program in programs(page, bool(names)):
-            where = f"{program.page}, line {program.line}"
-            needed = " and ".join(missing(program.code))
-            if program.left_out is not None or needed:
-                print(f"{where}: not run, {program.left_out or f'it needs {needed}'}", flush=True)
-                continue
-            start = time.perf_counter()
-            finished = run(program)
-            print(
-                f"{where}: {'failed' if finished.returncode else 'ok'}, {time.perf_counter() - start:.0f} s", flush=True
-            )
-            if finished.returncode:
-                failed += 1
-                print(finished.stderr[-2000:], flush=True)
-    return failed
+    """Run all programs of the docs, or those of some pages; the number of those that failed."""
+    found = [Path(name).resolve() for name in names] or pages()[1:]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return sum(threads.map(fails, [program for page in found for program in programs(page, bool(names))]))
+
+
+def fails(program: Program) -> bool:
+    """Run a program, say how it ended, and whether it failed."""
+    where = f"{program.page}, line {program.line}"
+    needed = " and ".join(missing(program.code))
+    if program.left_out is not None or needed:
+        print(f"{where}: not run, {program.left_out or f'it needs {needed}'}\n", end="", flush=True)
+        return False
+    start = time.perf_counter()
+    finished = run(program)
+    end, why = ("failed", f"{finished.stderr[-2000:]}\n") if finished.returncode else ("ok", "")
+    print(f"{where}: {end}, {time.perf_counter() - start:.0f} s\n{why}", end="", flush=True)
+    return finished.returncode != 0
 
 
 if __name__ == "__main__":

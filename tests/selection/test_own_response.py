@@ -62,7 +62,7 @@ def test_posteriors(name):
     def log_density(eta, theta):
         return by_scipy(y, np.exp(eta[..., 0]), theta).sum(1) + prior(theta)[:, 0]
 
-    pips, coefs, learned = references(x, log_density, 1, shown=shown, size=1000)
+    pips, coefs, learned = references(x, log_density, 1, shown=shown)
     assert ((pips > 0.05) & (pips < 0.98)).any()
     assert np.abs(model.pip_ - pips).max() < 5 * model.error_.max() + 0.01
     np.testing.assert_allclose(model.coef_, coefs[:, 0], atol=0.03)

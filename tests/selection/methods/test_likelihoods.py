@@ -220,13 +220,15 @@ def test_posteriors_by_importance(family, seed, monkeypatch):
     monkeypatch.setattr(exact_chains, "_ROUNDS", 12)
     given = problem(family, n=60, seed=seed)
     by_scipy, prior, shown = FAMILIES[family]
+    # Geometric means of positive parameters: a few large degrees of freedom make most of the other mean.
+    scaled, unscaled = (np.log, np.exp) if family == "student" else (np.asarray, np.asarray)
     y, d = given.y.numpy(), given.likelihood.theta.shape[1]
 
     def log_density(eta, theta):
         return by_scipy(y, eta, theta).sum(1) + prior(theta)
 
     def learned(theta):
-        return np.column_stack(list(shown(theta).values()))
+        return scaled(np.column_stack(list(shown(theta).values())))
 
     pips, coefs, expected = references(
         given.x.numpy(), log_density, d, given.outputs, intercept=given.intercept, shown=learned
@@ -235,5 +237,5 @@ def test_posteriors_by_importance(family, seed, monkeypatch):
     np.testing.assert_allclose(found.active_probs, pips, atol=0.02)
     np.testing.assert_allclose(found.mean, coefs, atol=0.02)
     drawn = {**found.draws.learned, "noise_scale": found.draws.noise_scale}
-    means = np.column_stack([drawn[name] for name in shown(np.zeros((1, d)))]).mean(0)
-    np.testing.assert_allclose(means, expected, rtol=0.06, atol=0.03)
+    means = scaled(np.column_stack([drawn[name] for name in shown(np.zeros((1, d)))])).mean(0)
+    np.testing.assert_allclose(unscaled(means), unscaled(expected), rtol=0.06, atol=0.03)
