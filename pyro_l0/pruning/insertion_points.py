@@ -195,7 +195,7 @@ def _with_gates(network: nn.Module, sites: Sites) -> nn.Module:
     heads = {paths[0]: number for paths, number in sites if isinstance(number, int)}
     for paths, gate in sites:
         if not isinstance(gate, int):
-            gates.update(dict.fromkeys(paths, copy.copy(gate)))
+            gates.update(dict.fromkeys(paths, copy.deepcopy(gate)))  # not the one parameter of a stream
     gated = insert_gates(gate_heads(network, heads), gates)
     for layer in gate_names(gated).values():
         assert isinstance(layer, L0Gate)

@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
-from pyro_l0.nn import L0Gate
+from pyro_l0.nn import L0Gate, NetworkGates
 from pyro_l0.pruning import Training
+from pyro_l0.pruning.insertion_points import _with_gates
 from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -119,6 +120,15 @@ def test_torch_s_own_transformer():
     left, full = result.report.left["macs"]
     assert 0.35 * full < left <= 0.5 * full
     check_saved(result.network, x[:5])
+
+
+def test_places_of_a_stream_that_get_a_gate_each_learn_apart():
+    """suggest_gates has one gate for a stream; where prune puts one at each place, none has another's parameter."""
+    network, stream = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), L0Gate(8)
+    apart = NetworkGates(_with_gates(network, [(("0",), stream), (("2",), stream)]))
+    together = NetworkGates(_with_gates(network, [(("0", "2"), stream)]))
+    assert len({*apart.locations()}) == len(apart.locations()) == 2
+    assert len({*together.locations()}) == len(together.locations()) == 1
 
 
 def test_a_gate_given_at_several_paths_is_one():
