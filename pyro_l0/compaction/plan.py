@@ -250,7 +250,7 @@ def _weight_of(value: Value, makers: Mapping[Value, Operation]) -> Value | None:
     """The recurrent layer's weight that a gate multiplies, whose inputs may be grouped by direction."""
     maker = makers.get(value)
     if maker is not None and maker.is_view and value.tensor.is_contiguous():
-        (before,) = maker.inputs
+        before = maker.inputs[0]
         value = before if before.tensor.numel() == value.tensor.numel() and before.tensor.is_contiguous() else value
     return value if value.rank == 2 and any("weight_" in name for name in value.names) else None
 

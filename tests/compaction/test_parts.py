@@ -16,6 +16,7 @@ from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, reduce_n
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import operations, record, rule
+from pyro_l0.nn.engine.sizes import are_sizes
 from tests.networks import Net
 
 
@@ -301,3 +302,30 @@ def test_an_operation_of_several_inputs_is_recorded_as_one_function(monkeypatch)
     cost = NetworkCost(network, example)
     assert cost.weights(is_open).item() == 3 * 2 + 3 * 3
     assert cost.group_sizes == {"gate": 3}
+
+
+@torch.library.custom_op("mine::columns", mutates_args=())
+def columns(x: torch.Tensor, count: int) -> torch.Tensor:
+    """A matrix of so many columns."""
+    return x.reshape(-1, count).clone()
+
+
+columns.register_autograd(lambda ctx, gradient: (gradient.clone(), None))
+
+
+def test_integers_of_an_operation_of_ones_own_are_followed(monkeypatch):
+    """A module's width, which says how its operation shapes units, becomes the number that is left."""
+    monkeypatch.setattr(operations, "ENTRIES", dict(operations.ENTRIES))
+
+    @rule("mine::columns", integers=are_sizes)
+    def same(maps, operation):
+        maps.passes_rest(operation.value("x"), operation.output)
+
+    network = Net(
+        lambda s, x: s.out(columns(s.gate(s.one(x)), s.width)), one=nn.Linear(6, 8), gate=L0Gate(8), out=nn.Linear(8, 2)
+    )
+    network.width = 8
+    x, gates = torch.randn(5, 6), {"gate": (torch.arange(8) % 2).float()}
+    small = compact(network, gates, x).network
+    assert (small.width, small.out.in_features) == (4, 4)
+    torch.testing.assert_close(small.eval()(x), fix_gates(network, gates).eval()(x))

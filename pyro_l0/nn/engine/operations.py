@@ -61,8 +61,9 @@ def rule(
             then go into the weights behind it.
         size: the name of an argument that is the size of a dimension whose units leave, or a list of it.
         parts: the name of an argument that is the number of parts into which a dimension, ``dim``, is cut evenly.
-        integers: notes what integers among the arguments of torch's function of this name do, which modules hold and
-            which change with the units that stay: one of the functions of ``pyro_l0.nn.engine.sizes``.
+        integers: says what integers do that modules hold and pass to the function of this name, of torch or your own,
+            so that they change with the units that stay, or keep these: ``are_sizes``, ``are_numbers``, ... of
+            ``pyro_l0.nn.engine.sizes``.
 
     Example:
         >>> @rule("mine::scale")

@@ -240,9 +240,9 @@ def note_sizes(
     notes: Notes, function: Any, arguments: tuple[Any, dict[str, Any]], results: Any, operations: Sequence[Operation]
 ) -> None:
     """Note what integers among a function's arguments do, by its entry, or by the operations that it ran."""
-    name = getattr(function, "__name__", "").strip("_")
-    noting = find_entry(f"aten::{name}").integers
-    if name == "getitem":
+    name, schema = getattr(function, "__name__", ""), getattr(function, "_schema", None)
+    noting = find_entry(f"aten::{name.strip('_')}" if schema is None else schema.name).integers
+    if name == "__getitem__":
         _note_slices(notes, arguments[0][0], arguments[0][1], results)
     elif noting is not None:
         noting(notes, arguments, results)
