@@ -32,7 +32,13 @@ def named_costs(
         return {"cost": cost}
     own = cost if isinstance(cost, Mapping) else {}
     known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters}
-    known |= {**({} if latency is None else {"latency": latency}), **own}
+    known |= {} if latency is None else {"latency": latency}
+    if taken := sorted(known.keys() & own):
+        raise ValueError(
+            f"Expected costs of your own under other names than {', '.join(known)}, but got {taken[0]!r}, which is "
+            "counted here; leave it out, or rename it."
+        )
+    known |= own
     named: Mapping[str, object] = budget if isinstance(budget, Mapping) else own
     names = {name: name for name in named} or {"cost": str(cost)}
     asked = {*own} or {"a function" if callable(cost) else str(cost)} - {"macs"}  # the default, if nothing is asked for

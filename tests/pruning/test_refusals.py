@@ -58,6 +58,11 @@ REFUSED = {
     "no targets": (dict(budget=[]), ValueError, r"got \[\]"),
     "rising targets": (dict(budget=[0.2, 0.5]), ValueError, "budgets that fall"),
     "unknown cost": (dict(budget={"flops": 0.3}), ValueError, "costs by name, of macs, weights, parameters.*flops"),
+    "a count's name": (
+        dict(budget={"macs": 0.3}, cost={"macs": lambda gates: gates["0"].sum()}),
+        ValueError,
+        "costs of your own under other names than macs.*but got 'macs'",
+    ),
     "unknown count": (dict(cost="flops"), ValueError, "costs by name, of macs.*'flops'"),
     "below a unit": (dict(budget=0.01), ValueError, "one open gate per site meet, which cost.*larger budget"),
     "too few gates": (

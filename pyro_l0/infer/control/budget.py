@@ -82,8 +82,26 @@ class Budget:
         for name, total in zip(self.names, self.total.tolist(), strict=True):
             if not total > 0:
                 raise ValueError(f"Expected a cost above 0 with all gates open, but {name!r} is {total}.")
+        self._check_costs(like)
         self._like = like
         self.smallest = self._at_rate(0.0)
+
+    def _check_costs(self, like: Mapping[str, Tensor]) -> None:
+        """Refuse a cost without derivatives, and one that is no less with all gates closed."""
+        with torch.inference_mode(False), torch.enable_grad():
+            closed = {site: torch.zeros_like(gate).requires_grad_() for site, gate in like.items()}
+            values = [torch.as_tensor(cost(closed)) for cost in self._costs]
+        for name, value, total in zip(self.names, values, self.total.tolist(), strict=True):
+            if not value.requires_grad:
+                raise ValueError(
+                    f"Expected a cost that torch can differentiate by its gates, but {name!r} has no gradient; "
+                    "compute it from the tensors that it is given, without detach() and NumPy."
+                )
+            if not (least := float(value.detach())) < total:
+                raise ValueError(
+                    f"Expected a cost that falls as gates close, but {name!r} is {least:g} with all of them "
+                    f"closed, and {total:g} with all open."
+                )
 
     def _whole(self, site: str, number: int) -> int:
         """The next number of open gates that a site may have."""

@@ -648,7 +648,11 @@ def _find_zeros(maps: Maps, value: Value) -> None:
 def _apply_rule(maps: Maps, operation: Operation) -> None:
     found = find_entry(operation.name).rule
     if found is not None:
-        found(maps, operation)
+        try:
+            found(maps, operation)
+        except Exception as error:
+            error.add_note(f"This was raised by the rule of {operation.name}, for {operation.location}.")
+            raise
     elif is_pointwise(operation):
         rules.pointwise.pointwise(maps, operation)
     elif operation.inputs:

@@ -384,6 +384,16 @@ def test_a_report():
             {"at_least": {"a": 3}},
             "the gates that at_least and multiple_of keep open meet, which cost {'cost': 0.59",
         ),
+        (
+            (0.5, lambda gates: count(gates).detach()),
+            {},
+            "Expected a cost that torch can differentiate .* 'cost' has no",
+        ),
+        (
+            (0.5, lambda gates: 30 - count(gates)),
+            {},
+            "that falls as gates close, but 'cost' is 30 with all of them closed",
+        ),
         ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
     ],
 )
