@@ -68,7 +68,7 @@ def test_every_parameter_is_constrained_and_brings_its_shape(family):
 
 
 def test_from_active_prob_has_that_probability(family):
-    rate = torch.tensor([1e-4, 0.1, 0.5, 0.9], dtype=torch.float64)
+    rate = torch.tensor([0.25, 0.5, 0.9], dtype=torch.float64)
     torch.testing.assert_close(family.gate.from_active_prob(rate).active_prob, rate)
 
 

@@ -136,7 +136,7 @@ class Family(ABC):
         """
         eta = eta.detach().clone().requires_grad_()
         curvature = self._by_autograd(y, eta, parameters)[1]
-        return _gradient((curvature * covariance).sum(), eta)
+        return _numbers(_gradient((curvature * covariance).sum(), eta))
 
     def log_prob(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> Tensor:
         """Log density or log mass of each observation, as :meth:`log_density`, and with nothing left out."""
@@ -156,10 +156,15 @@ class Family(ABC):
         """The derivatives at an eta that requires a gradient, with their own graph."""
         slope = _gradient(self.log_density(y, eta, **parameters).sum(), eta)
         if not self.has_outputs:
-            return slope, (-_gradient(slope.sum(), eta)).clamp(min=0.0)
-        rows = torch.stack([-_gradient(part.sum(), eta) for part in slope.unbind(-1)], -2)
+            return slope, _numbers(-_gradient(slope.sum(), eta)).clamp(min=0.0)
+        rows = _numbers(torch.stack([-_gradient(part.sum(), eta) for part in slope.unbind(-1)], -2))
         sizes, vectors = torch.linalg.eigh(0.5 * (rows + rows.mT))
         return slope, (vectors * sizes.clamp(min=0.0)[..., None, :]) @ vectors.mT
+
+
+def _numbers(derivatives: Tensor) -> Tensor:
+    """With 0 for NaN, which autograd gives where one of two terms has vanished, as in torch.logaddexp."""
+    return torch.where(derivatives.isnan(), 0.0, derivatives)
 
 
 def _gradient(value: Tensor, at: Tensor) -> Tensor:

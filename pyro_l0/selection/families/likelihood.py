@@ -29,7 +29,6 @@ def _weighted_design(curvature: Tensor, x: Tensor) -> Tensor:
 
 # The least curvature by a parameter that steps divide by, and the gain below which a search ends.
 _FLAT, _GAIN = 0.05, 1e-5
-_FAR = 10.0  # a linear predictor that chains may reach
 
 
 class Likelihood(ABC):
@@ -223,7 +222,8 @@ class FamilyLikelihood(Likelihood):
                 f"predictors, and log_constant (2, {n}), but got {tuple(density.shape)} and {tuple(constant.shape)}; "
                 "parameters have a dimension of one in place of the observations."
             )
-        own = {name: value.numpy() for name, value in start.items()}
+        shown = self._family.reported({name: x.expand(2, *x.shape[1:]).numpy() for name, x in self.named().items()})
+        own = shaped(self._family, shown)
         drawn = np.shape(self._family.sample(eta.numpy(), np.random.default_rng(0), **own))
         means = np.shape(self._family.mean(eta.numpy(), **own))
         if drawn[:2] != (2, n) or means[:2] != (2, n):
@@ -231,13 +231,6 @@ class FamilyLikelihood(Likelihood):
                 f"Expected sample and mean of {self._family} to have the shape {tuple(eta.shape)} of their linear "
                 f"predictors, but got {drawn} and {means}; parameters have a dimension of one in place of the "
                 "observations."
-            )
-        far = eta + eta.new_tensor([-_FAR, _FAR]).view(2, *[1] * (eta.dim() - 1))
-        if bool(self._family.derivatives(self._y, far, **start)[1].isnan().any()):
-            raise ValueError(
-                f"Expected second derivatives of the log density of {self._family} that are numbers also at linear "
-                f"predictors of {-_FAR:g} and {_FAR:g}, but got NaN, which torch.logaddexp and torch.where may give; "
-                "use softplus or logsumexp, or override derivatives."
             )
         if not bool((self._family.derivatives(self._y, eta, **start)[1] > 0).any()):
             raise ValueError(
