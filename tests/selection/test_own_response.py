@@ -164,6 +164,14 @@ def test_second_derivatives_far_from_where_they_matter():
     assert family.curvature_slope(y, eta, torch.ones_like(eta), zero=zero).isfinite().all()
 
 
+def test_no_second_derivative_by_a_parameter():
+    rng, x = features(10)
+    with pytest.raises(
+        ValueError, match=r"by parameters that are numbers, but got NaN .*; use torch.logsumexp or soft"
+    ):
+        SpikeSlabGLM(family=ZeroInflatedPoisson()).fit(x, rng.poisson(650, size=10) * np.array([0, 1] * 5))
+
+
 class OneForAll(Exponential):
     def log_density(self, y, eta):
         return super().log_density(y, eta).sum(-1)

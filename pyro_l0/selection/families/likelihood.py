@@ -147,8 +147,16 @@ class Likelihood(ABC):
         theta = self.theta.detach().expand(len(eta), -1).clone().requires_grad_()
         there = self.at(theta)
         (slope,) = torch.autograd.grad((there.value(eta) + there.log_prior()).sum(), theta, create_graph=True)
-        rows = [torch.autograd.grad(part.sum(), theta, retain_graph=True)[0] for part in slope.unbind(1)]
-        sizes, vectors = torch.linalg.eigh(-torch.stack(rows, 1))
+        rows = torch.stack(
+            [torch.autograd.grad(part.sum(), theta, retain_graph=True)[0] for part in slope.unbind(1)], 1
+        )
+        if bool((rows.isnan() & slope.isfinite().all(1)[:, None, None]).any()):
+            raise ValueError(
+                "Expected second derivatives of the log density by parameters that are numbers, but got NaN at linear "
+                f"predictors from {float(eta.min()):.3g} to {float(eta.max()):.3g}, as torch.logaddexp gives where one "
+                "of two terms has vanished; use torch.logsumexp or softplus."
+            )
+        sizes, vectors = torch.linalg.eigh(-rows)
         return slope.detach(), (vectors * sizes.clamp(min=_FLAT)[:, None, :]) @ vectors.mT
 
 
