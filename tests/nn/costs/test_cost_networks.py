@@ -1,10 +1,13 @@
 """Costs of networks of many kinds against the engine's analysis, against draws, and against differences."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pyro_l0.compaction import compact
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.square_norms import square_norms
@@ -284,3 +287,30 @@ class Parameter(nn.Module):
 
     def forward(self):
         return self.value
+
+
+class Comparing(nn.Module):
+    """Asks for the number of channels, from which compaction must not take so many that the answer is another."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.first, self.gate, self.second, self.least = nn.Linear(4, 6), L0Gate(6), nn.Linear(6, 3), least
+
+    def forward(self, x):
+        y = self.gate(torch.relu(self.first(x)))
+        return self.second(2 * y if y.shape[1] < self.least else y)
+
+
+@pytest.mark.parametrize("least", [0, 4])
+def test_code_that_compares_sizes(least):
+    """Where the answer depends on what leaves, the count is below what compaction keeps, and a warning says so."""
+    x, z = torch.randn(2, 4), {"gate": torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])}
+    network = Comparing(least).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cost = NetworkCost(network, x)
+    small = compact(network, z, x).network
+    is_less = cost.parameters(z) < sum(p.numel() for p in small.parameters())
+    said = [x for x in caught if "compares shape[1] of a tensor in the network" in str(x.message)]
+    assert bool(is_less) == bool(said) == bool(least)
+    assert all(x.filename == __file__ for x in said)
