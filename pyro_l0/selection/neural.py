@@ -28,6 +28,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_l0.distributions import HardConcrete
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.selection.design.encode import check_labels, labels_of
 from pyro_l0.selection.estimator import seed_of
 
@@ -379,7 +380,7 @@ class CrossFit(NamedTuple):
 def make_network(net: Net, response: Response, features: int) -> nn.Module:
     """A network to be trained; the default has two hidden layers of 64 units, in float64."""
     if isinstance(net, nn.Module):
-        return copy.deepcopy(net)
+        return copied(net)
     if net is not None:
         return net(features)
     first, second = nn.Linear(features, _HIDDEN), nn.Linear(_HIDDEN, _HIDDEN)
@@ -520,7 +521,7 @@ def _least_missed(losses: Tensor, alone: Tensor) -> Tensor:
 def refit(fit: CrossFit, number: int, selected: Tensor, *, steps: int) -> nn.Module:
     """A copy of a network, trained on with the selected inputs alone; the best on its held-out observations."""
     x, fold = fit.x * selected, fit.folds[number]
-    net = copy.deepcopy(fit.networks[number])
+    net = copied(fit.networks[number])
     optimiser = _weights_optimiser(net.parameters())
     schedule = CosineAnnealingLR(optimiser, steps)
     best, state = math.inf, copy.deepcopy(net.state_dict())
