@@ -36,7 +36,7 @@ def named_costs(
     if taken := sorted(known.keys() & own):
         raise ValueError(
             f"Expected costs of your own under other names than {', '.join(known)}, but got {taken[0]!r}, which is "
-            "counted here; leave it out, or rename it."
+            "counted here; leave the function out, or rename it."
         )
     known |= own
     named: Mapping[str, object] = budget if isinstance(budget, Mapping) else own

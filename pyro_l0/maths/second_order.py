@@ -383,7 +383,7 @@ class Normals(NamedTuple):
         return self.unit**2 * over_units.reshape(self.mean.shape)
 
     def half_log_det(self) -> Tensor:
-        """Half the log determinant of the precision, shape ``(n,)``."""
+        """Half the log determinant of the precision, of variables over their units, shape ``(n,)``."""
         return self.root.diagonal(dim1=1, dim2=2).log().sum(1)
 
 

@@ -140,23 +140,27 @@ class GibbsRun:
         return (share.square() @ apart * (chains / (chains - 1 or math.nan))).sqrt()
 
     def error_of_moves(self) -> Tensor:
-        """As :meth:`standard_error`, if where the chains started says nothing; for chains of one distribution.
+        """As :meth:`standard_error`, also where the chains did not start from draws of their common distribution.
 
         It is larger by sqrt((1 + r) / (1 - r)), as a mean over time is in a series of correlation r: here that of the
-        chains' averages in the halves of the run, over all gates. Chains that stay agree as well as their starts did.
+        chains' averages in the halves of the run, of each gate together with the mean over all. Chains that stay agree
+        as well as their starts did. NaN for a single flip.
         """
         chains, gates = self.chain_active_probs.shape
-        tiny = torch.finfo(self.weights.dtype).tiny
+        error, weights = self.standard_error(), self.weights.reshape(-1, chains)
+        if len(weights) < 2:
+            return error * math.nan
+        tiny = torch.finfo(weights.dtype).tiny
+        share = weights.sum(0) / weights.sum()
         halves = [
-            torch.einsum("sc,scg->cg", weights / weights.sum(0).clamp(min=tiny), at.to(weights))
-            for weights, at in zip(
-                self.weights.reshape(-1, chains).chunk(2), self.gates.reshape(-1, chains, gates).chunk(2), strict=True
-            )
+            torch.einsum("sc,scg->cg", part / part.sum(0).clamp(min=tiny), at.to(part))
+            for part, at in zip(weights.chunk(2), self.gates.reshape(-1, chains, gates).chunk(2), strict=True)
         ]
-        before, after = (half - half.mean(0) for half in halves)
-        spread = (before.square().sum() * after.square().sum()).sqrt()
-        r = ((before * after).sum() / (spread + chains * gates * torch.finfo(spread.dtype).eps)).clamp(min=0.0)
-        return self.standard_error() * ((1 + r) / (1 - r)).sqrt()
+        before, after = (half - share @ half for half in halves)
+        both, spread = share @ (before * after), ((share @ before.square()) * (share @ after.square())).sqrt()
+        r = (both + both.mean()) / (spread + spread.mean() + torch.finfo(spread.dtype).eps)
+        r = r.clamp(min=0.0)
+        return error * ((1 + r) / (1 - r)).sqrt()
 
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Each gate vector once, bool of shape ``(M, G)``, with its weight; the largest weight first."""

@@ -390,11 +390,10 @@ class NetworkCost:
 
     A weight is left if the unit it reads and the unit it writes are both left, so closed units upstream and downstream
     count: between gates with a and b open units a dense layer keeps a * b weights, a convolution a * b kernels, and a
-    branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network, but
-    for units that it keeps besides: one where nothing of a layer is left, and those without which a split would have
-    other parts, or code that compares sizes another result. For probabilities they are expectations under independent
-    gates, and the numbers of units that a layer reads and writes count as independent. Weights that several layers
-    share count once.
+    branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network, except
+    for units that it keeps so that a layer has one, a split has the same parts, or a comparison of sizes the same
+    result. For probabilities they are expectations under independent gates, and the numbers of units that a layer reads
+    and writes count as independent. Weights that several layers share count once.
 
     When it is made, its counts are compared: all multiply-adds with those of torch's counter, all parameters with
     ``network.parameters()``, and what statements about gates leave, with all gates open and in one random cut, with the

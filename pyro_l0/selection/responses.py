@@ -164,7 +164,7 @@ def _times_and_events(y: ArrayLike) -> tuple[Any, NDArray[np.bool_]]:
 
 
 # Of every fit, which no parameter of a family may be named like: attributes, with an underscore, and draws.
-_RESULTS = {"classes", "coef", "coef_sd", "credible_sets", "draws", "error", "feature_names_in", "gates", "intercept"}
+_RESULTS = {"coef", "coef_sd", "credible_sets", "draws", "error", "feature_names_in", "gates", "intercept"}
 _RESULTS |= {"log_evidence", "method", "n_features_in", "ok", "pip", "problems", "rate", "slab_scale"}
 
 
@@ -211,13 +211,19 @@ class SpikeSlabGLM(SpikeSlabRegression):
         found, target = self._finite(x, y, y_numeric=True, multi_output=is_several, ensure_min_samples=2)
         self._outputs = ("output", range(family.outputs)) if family.has_outputs else None
         target = np.array(target, dtype=np.float64)
-        own = family.priors(torch.from_numpy(target), 1.0) if family.takes(target).all() else {}
-        if taken := sorted(_RESULTS & own.keys()):
+        if taken := sorted(_RESULTS & self._reported(target)):
             raise ValueError(
                 f"Expected parameters of {family} with names of their own, but {', '.join(map(repr, taken))} is a "
                 "result of every fit; rename it."
             )
         return found, target
+
+    def _reported(self, target: Array) -> set[str]:
+        """The names of the family's parameters as users see them."""
+        if self.family.is_partial or not self.family.takes(target).all():
+            return set()
+        named = self.family.likelihood(torch.from_numpy(target), None, None, 1.0).named()
+        return {*self.family.reported({name: value.numpy() for name, value in named.items()})}
 
 
 class SpikeSlabBinomialRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]

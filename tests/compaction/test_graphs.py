@@ -163,3 +163,44 @@ def test_two_gates_of_one_name_are_refused():
     name_gates(block)
     with pytest.raises(ValueError, match="two are called '0'"):
         fix_gates(nn.Sequential(L0Gate(2), nn.Linear(2, 3), block), {"0": torch.ones(3)})
+
+
+class Flattened(nn.Module):
+    """Holds the number of a dimension, which is also the number of its channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.first, self.gate, self.last = 2, nn.Conv2d(2, 2, 1), L0Gate(2, dim=1), nn.Conv1d(2, 2, 1)
+
+    def forward(self, x):
+        return self.last(self.gate(self.first(x)).flatten(self.start))
+
+
+class Frozen(nn.Module):
+    """Takes features without gradients, and adds columns, of which there are none here."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.first, self.gate, self.last = (
+            nn.Conv2d(2, 4, 1),
+            nn.Linear(4, 2),
+            L0Gate(2),
+            nn.Linear(2, 2),
+        )
+
+    def forward(self, x):
+        with torch.inference_mode():
+            features = self.features(x).mean((2, 3))
+        y = self.last(self.gate(self.first(features.clone()).relu()))
+        for column in x[:, 2:].unbind(1):
+            y = y + column.mean()
+        return y
+
+
+@pytest.mark.parametrize("kind", [Flattened, Frozen])
+def test_a_dimension_that_is_held_and_features_without_gradients(kind):
+    network, x = kind().eval(), torch.randn(3, 2, 4, 5)
+    small = compact(network, {"gate": torch.tensor([1.0, 0.0])}, x).network
+    assert small.first.weight.shape[0] == 1
+    fixed = fix_gates(network, {"gate": torch.tensor([1.0, 0.0])})
+    torch.testing.assert_close(small(x + 1), fixed(x + 1))

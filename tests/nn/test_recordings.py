@@ -115,6 +115,32 @@ def test_a_recording_holds_while_the_network_trains():
     assert record(network.eval(), recording) is recording
 
 
+class Counting(nn.Module):
+    """Has a counter and its last mean, which are no settings, and a number of times, which is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.last, self.times = nn.Linear(3, 2), 0, None, 2
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = float(x.mean())
+        return self.layer(x) * self.times
+
+
+def test_what_calls_change_is_no_setting():
+    """Counters, marks of torch, and a hook that belongs to no module."""
+    network, seen = Counting(), {}
+    network.layer.register_forward_pre_hook(seen.setdefault)
+    recording = record(network, X)
+    network(X)
+    network.layer.register_full_backward_hook(lambda *args: None)
+    assert record(network, recording) is recording
+    network.times = 3
+    with pytest.raises(ValueError, match="'the network' has changed since"):
+        record(network, recording)
+
+
 def test_the_example_stands_behind_what_acts_on_the_network():
     """The network, its gates, heads, guide or plan, or what trains it; then the example; then all else."""
     acting = {"gates", "heads", "guide", "plan", "loss_fn", "loader"}

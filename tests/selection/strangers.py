@@ -43,7 +43,8 @@ class ZeroInflatedPoisson(Family):
 
     def log_density(self, y, eta, zero):
         counts = (-zero).log1p() + y * eta - eta.exp() - (y + 1).lgamma()
-        return torch.where(y > 0, counts, torch.logaddexp(zero.log(), counts))
+        both = torch.stack(torch.broadcast_tensors(zero.log(), counts))
+        return torch.where(y > 0, counts, torch.logsumexp(both, 0))
 
     def sample(self, eta, random, zero):
         return random.poisson(np.exp(eta)) * (random.random(eta.shape) > zero)

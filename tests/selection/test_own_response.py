@@ -148,9 +148,15 @@ def test_derivatives_by_autograd():
     np.testing.assert_allclose(curvature, -(density(e + h) - 2 * density(e) + density(e - h)) / h**2, rtol=1e-5)
 
 
+class ByLogaddexp(ZeroInflatedPoisson):
+    def log_density(self, y, eta, zero):
+        counts = (-zero).log1p() + y * eta - eta.exp() - (y + 1).lgamma()
+        return torch.where(y > 0, counts, torch.logaddexp(zero.log(), counts))
+
+
 def test_second_derivatives_far_from_where_they_matter():
     """Of torch.logaddexp they are NaN where one of both terms has vanished, here that of the counts."""
-    family, zero = ZeroInflatedPoisson(), torch.tensor([[0.3]], dtype=torch.float64)
+    family, zero = ByLogaddexp(), torch.tensor([[0.3]], dtype=torch.float64)
     y, eta = torch.zeros(3, dtype=torch.float64), torch.tensor([[-1.0, 1.0, 10.0]], dtype=torch.float64)
     slope, curvature = family.derivatives(y, eta, zero=zero)
     e, h = eta.numpy(), 1e-4
@@ -164,12 +170,16 @@ def test_second_derivatives_far_from_where_they_matter():
     assert family.curvature_slope(y, eta, torch.ones_like(eta), zero=zero).isfinite().all()
 
 
-def test_no_second_derivative_by_a_parameter():
+def test_no_second_derivative_that_is_missed():
+    """By parameters and by linear predictors; with torch.logsumexp there is one."""
     rng, x = features(10)
-    with pytest.raises(
-        ValueError, match=r"by parameters that are numbers, but got NaN .*; use torch.logsumexp or soft"
-    ):
-        SpikeSlabGLM(family=ZeroInflatedPoisson()).fit(x, rng.poisson(650, size=10) * np.array([0, 1] * 5))
+    y = rng.poisson(650, size=10) * np.array([0, 1] * 5)
+    with pytest.raises(ValueError, match=r"Expected second derivatives .* use torch.logsumexp or softplus"):
+        SpikeSlabGLM(family=ByLogaddexp()).fit(x, y)
+    eta, zero = torch.full((1, 10), 6.5, dtype=torch.float64), torch.tensor([[0.3]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"Expected second derivatives .* NaN at linear predictors as 6.5"):
+        ByLogaddexp().derivatives(torch.from_numpy(y).double(), eta, zero=zero)
+    assert ZeroInflatedPoisson().derivatives(torch.from_numpy(y).double(), eta, zero=zero)[1].isfinite().all()
 
 
 class OneForAll(Exponential):
@@ -205,11 +215,14 @@ class OneMean(Exponential):
 
 
 class Named(GammaResponse):
-    def priors(self, y, unit):
-        return {"rate": super().priors(y, unit)["shape"]}
+    def reported(self, parameters):
+        return {"rate": parameters["shape"]}
 
-    def log_density(self, y, eta, rate):
-        return super().log_density(y, eta, rate)
+    def sample(self, eta, random, rate):
+        return super().sample(eta, random, rate)
+
+    def mean(self, eta, rate):
+        return super().mean(eta, rate)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +248,7 @@ def test_no_parameter_is_named_like_a_result():
         pandas.DataFrame(x, columns=["a", "b"]), rng.poisson(1.0, 20)
     )
     attributes = {name[:-1] for name in dir(model) if name.endswith("_") and not name.startswith("_")}
-    assert attributes | model.sample().keys() | {"classes"} == _RESULTS
+    assert attributes | model.sample().keys() == _RESULTS
 
 
 class Kinked(Laplace):

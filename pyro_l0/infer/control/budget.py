@@ -73,35 +73,25 @@ class Budget:
         self.sites = [name if cost is None else None for name, cost in costs.items()]
         device = next(iter(like.values())).device
         self.final = torch.tensor([limits[name] for name in self.names], dtype=torch.float32, device=device)
-        self.total = torch.ones_like(self.final)
-        try:
-            self.total = self.fraction({site: torch.ones_like(gate) for site, gate in like.items()})
-        except KeyError as error:
-            sites = ", ".join(map(repr, like))
-            raise ValueError(f"Expected a cost of the sites {sites}, but it asks for {error}.") from error
+        with torch.inference_mode(False), torch.enable_grad():
+            opened = {site: torch.ones_like(gate).requires_grad_() for site, gate in like.items()}
+            try:
+                values = [torch.as_tensor(cost(opened)) for cost in self._costs]
+            except KeyError as error:
+                sites = ", ".join(map(repr, like))
+                raise ValueError(f"Expected a cost of the sites {sites}, but it asks for {error}.") from error
+        self.total = torch.stack([value.detach().reshape(()) for value in values]).to(self.final)
         for name, total in zip(self.names, self.total.tolist(), strict=True):
             if not total > 0:
                 raise ValueError(f"Expected a cost above 0 with all gates open, but {name!r} is {total}.")
-        self._check_costs(like)
-        self._like = like
-        self.smallest = self._at_rate(0.0)
-
-    def _check_costs(self, like: Mapping[str, Tensor]) -> None:
-        """Refuse a cost without derivatives, and one that is no less with all gates closed."""
-        with torch.inference_mode(False), torch.enable_grad():
-            closed = {site: torch.zeros_like(gate).requires_grad_() for site, gate in like.items()}
-            values = [torch.as_tensor(cost(closed)) for cost in self._costs]
-        for name, value, total in zip(self.names, values, self.total.tolist(), strict=True):
+        for name, value in zip(self.names, values, strict=True):
             if not value.requires_grad:
                 raise ValueError(
-                    f"Expected a cost that torch can differentiate by its gates, but {name!r} has no gradient; "
-                    "compute it from the tensors that it is given, without detach() and NumPy."
+                    f"Expected a cost that torch can differentiate by its gates, but {name!r} has no gradient; compute "
+                    "it from the tensors that it is given, without detach() and NumPy."
                 )
-            if not (least := float(value.detach())) < total:
-                raise ValueError(
-                    f"Expected a cost that falls as gates close, but {name!r} is {least:g} with all of them "
-                    f"closed, and {total:g} with all open."
-                )
+        self._like = like
+        self.smallest = self._at_rate(0.0)
 
     def _whole(self, site: str, number: int) -> int:
         """The next number of open gates that a site may have."""
@@ -145,9 +135,15 @@ class Budget:
         given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
         is_plain = max(self.least.values()) <= 1
         smallest_is = "one open gate per site" if is_plain else "the gates that at_least and multiple_of keep open"
+        is_flat = is_plain and max(needed.values()) >= 1
+        advice = (
+            "A cost has to fall as gates close."
+            if is_flat
+            else "Give a larger budget, or gates for more of the network."
+        )
         raise BudgetTooSmallError(
             f"Expected a budget that {smallest_is} meet, which cost {needed} of the full network, but got {given}. "
-            "Give a larger budget, or gates for more of the network."
+            f"{advice}"
         )
 
     @cached_property

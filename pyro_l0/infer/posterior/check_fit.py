@@ -328,10 +328,10 @@ def checked(
         wide = weighed(2 * n) if others else {**of_guide, _RATIO: ratios}
     weights = wide.pop(_RATIO).double().softmax(0)
     effective = float(1 / weights.square().sum())
-    few, by, sites = effective < _FEW, "weights" if by_weights else "chains", {}
+    few, by, sites = effective < _FEW, "chains", {}
     for name, p in probs.items():
         if by_weights and not few:
-            found[name], _, errors[name], *_ = _moments((wide[name] != 0).to(p), weights)
+            by, (found[name], _, errors[name], *_) = "weights", _moments((wide[name] != 0).to(p), weights)
         wrong = (found[name] - p).abs() > MOST_ERROR + 2 * errors[name]
         unknown = ~(errors[name] <= MOST_ERROR / 2) | (few and by_weights)  # a check is twice as sure as what it checks
         sites[name] = SiteCheck(by, p, found[name], None, None, torch.where(wrong, 2, unknown.long()))
@@ -341,7 +341,7 @@ def checked(
 
     error = math.nan if few and by_weights else float(torch.cat([x.reshape(-1) for x in errors.values()]).max())
     said = f"importance weights, of which {effective:.0f} of {len(weights)} draws count"
-    return FitCheck(found, error, _problems(_rows(sites), guide.is_joint, said), Evidence.of(ratios), sites)
+    return FitCheck(found, error, _problems(_rows(sites), guide.is_joint, said, by_weights), Evidence.of(ratios), sites)
 
 
 def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
@@ -382,11 +382,13 @@ def _rows(sites: Mapping[str, SiteCheck]) -> list[_Row]:
     return rows
 
 
-def _problems(rows: list[_Row], is_joint: bool, weights: str) -> tuple[str, ...]:
-    """What is wrong or unchecked, and what to do."""
+def _problems(rows: list[_Row], is_joint: bool, weights: str, by_weights: bool) -> tuple[str, ...]:
+    """What is wrong or unchecked, and what to do; ``by_weights`` says that it is weights that tell of gates."""
     gates = sorted((row for row in rows if "found_sd" not in row), key=lambda row: -abs(row["found"] - row["guide"]))
     wrong = [row for row in rows if row["check"] == 2 and row not in gates]
-    unchecked = {by: [row[""] for row in rows if row["check"] == 1 and row["by"] == by] for by in ("chains", "weights")}
+    unchecked = [row for row in rows if row["check"] == 1]
+    of_chains = [row[""] for row in unchecked if row in gates and not by_weights]
+    of_weights = [row[""] for row in unchecked if row not in gates or by_weights]
     most, said = gates[0], []
     if any(row["check"] == 2 for row in gates):
         said.append(
@@ -399,13 +401,13 @@ def _problems(rows: list[_Row], is_joint: bool, weights: str) -> tuple[str, ...]
             wrong[0][""], **wrong[0]
         )
         said.append(f"Of means and standard deviations {len(wrong)} are wrong by {weights}: {first}.")
-    if names := unchecked["chains"]:
+    if of_chains:
         said.append(
-            f"Unchecked are {len(names)} entries, as {names[0]}, by chains, which differ or stay near their starts: "
-            "check_fit with more flips."
+            f"Unchecked are {len(of_chains)} entries, as {of_chains[0]}, by chains, which are few, differ or stay near "
+            "their starts; more chains or flips of check_fit may tell."
         )
-    if names := unchecked["weights"]:
-        said.append(f"Unchecked are {len(names)} entries, as {names[0]}, by {weights}.")
+    if of_weights:
+        said.append(f"Unchecked are {len(of_weights)} entries, as {of_weights[0]}, by {weights}.")
     if said:
         better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
         said.append(f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates.")

@@ -161,7 +161,9 @@ class Recording:
     """What a network did in one call or several.
 
     Wherever this library takes an example of a network's calls, a recording of that network stands for it, and is not
-    made again. It holds while the network trains, and until modules, sizes, tensors or settings of it are replaced.
+    made again. It holds while the network trains, and until modules, tensors, hooks, functions or settings of it are
+    replaced; settings are numbers, texts and tuples of these that no call changes. It does not see another order in a
+    list, or what is in a dict or an object. It holds the values of the calls in memory.
     """
 
     network: nn.Module
@@ -178,10 +180,10 @@ class Recording:
         """Refuse another network than the recorded one, or one in which something was replaced since.
 
         Raises:
-            ValueError: it is another one, and the message names the first module that differs; or calls in training
+            ValueError: it is another network, a module has changed (the message names the first), or calls in training
                 mode were recorded, too.
         """
-        now = _layout(network)
+        now = _layout(network) if network is self.network else {}
         changed = [path for path in {**now, **self.layout} if now.get(path) != self.layout.get(path)]
         if network is not self.network:
             wrong = f"of the network itself, but got one of another {type(self.network).__name__}"
@@ -198,25 +200,35 @@ class _Layout:
     """What of a module a recording relies on: its tensors and hooks, and those attributes that are settings.
 
     Settings are numbers, texts, tuples of these, and functions. Lists and dicts are none, as training may fill them.
+    ``moving`` ones change in a call, as a counter does.
     """
 
+    moving: Set[str] = frozenset()
+
     def __init__(self, module: nn.Module) -> None:
-        own = {name: x for name, x in vars(module).items() if name != "training"}
+        own = {name: x for name, x in vars(module).items() if name not in _TORCHS}
+        own = {name: int.__int__(x) if isinstance(x, Held) else x for name, x in own.items()}  # in a call
         tensors = [(name, x) for name, x in [*module._parameters.items(), *module._buffers.items()] if x is not None]
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        hooks = [x for x in hooks if not getattr(x, "__module__", "").startswith("pyro_l0.")]  # gates are modules, too
+        hooks = [
+            x for x in hooks if not str(getattr(x, "__module__", "")).startswith("pyro_l0.")
+        ]  # gates are modules, too
         if isinstance(module, GateLayer):  # a recording shows no values of gates
             tensors, own = [], {name: own.get(name) for name in ("size", "dim", "site_name")}
         functions = [(name, x) for name, x in own.items() if isinstance(x, _FUNCTIONS)]
         self.objects = [module, *hooks, *(x for _, x in (*tensors, *functions))]
         sizes = [(name, x.shape, x.dtype, x.device) for name, x in tensors]
-        settings = {name: x for name, x in own.items() if x is not None and _is_plain(x)}  # None may become a cache
-        self.facts = type(module), sizes, settings, [name for name, _ in functions], len(hooks)
+        self.settings = {
+            name: x for name, x in own.items() if x is not None and _is_plain(x)
+        }  # None may become a cache
+        self.facts = type(module), sizes, [name for name, _ in functions], len(hooks)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Layout) or len(self.objects) != len(other.objects):
             return False
-        return self.facts == other.facts and all(map(is_, self.objects, other.objects))
+        moving = self.moving | other.moving
+        one, two = ({name: x for name, x in y.settings.items() if name not in moving} for y in (self, other))
+        return self.facts == other.facts and one == two and all(map(is_, self.objects, other.objects))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -225,12 +237,19 @@ def _is_plain(x: object) -> bool:
     return type(x) in _PLAIN or (type(x) is tuple and all(map(_is_plain, x)))
 
 
-def _layout(network: nn.Module) -> dict[str, _Layout]:
-    """The layout of each module, by path."""
-    return {path: _Layout(module) for path, module in network.named_modules(remove_duplicate=False)}
+def _layout(network: nn.Module, in_call: Mapping[str, _Layout] | None = None) -> dict[str, _Layout]:
+    """The layout of each module, by path; settings that were others in a call are said to move."""
+    found = {}
+    for path, module in network.named_modules(remove_duplicate=False):
+        found[path] = own = _Layout(module)
+        then = own.settings if in_call is None or path not in in_call else in_call[path].settings
+        own.moving = {name for name in {**own.settings, **then} if own.settings.get(name) != then.get(name)}
+    return found
 
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any] | Recording
+# What torch keeps in modules, as a mark of their hooks.
+_TORCHS = {*vars(nn.Module()), *dir(nn.Module)} - {"forward"}
 _FUNCTIONS = (FunctionType, BuiltinMethodType, MethodType, partial)
 _Function = Callable[..., object]
 _Arguments = tuple[tuple[object, ...], dict[str, object]]
@@ -272,6 +291,7 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
         try:
             with keep_state(network):
                 calls = _record(network, example, with_training, recorder)
+                in_call = _layout(network)
         finally:
             recorder.notes.is_open = False
             for gate, dim in recorder.dims.items():
@@ -284,7 +304,7 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
         calls,
         recorder.named,
         recorder.module_calls(operations),
-        _layout(network),
+        _layout(network, in_call),
         tuple(recorder.notes),
         recorder.compared_dimensions(),
     )
@@ -610,7 +630,7 @@ def _without_saved(operations: Sequence[Operation]) -> Iterator[Operation]:
     """Leave out what autograd saves for itself: detached tensors that nobody reads."""
     read = {value for operation in operations for value in operation.inputs}
     for operation in operations:
-        is_same = operation.is_view and operation.output.shape == operation.inputs[0].shape
+        is_same = operation.is_view and [x.shape for x in operation.made] == [operation.inputs[0].shape]
         if not is_same or any(x in read or x.is_output for x in operation.made):
             yield operation
 

@@ -135,8 +135,8 @@ class Family(ABC):
         The covariances have the shape of the second derivatives.
         """
         eta = eta.detach().clone().requires_grad_()
-        curvature = self._by_autograd(y, eta, parameters)[1]
-        return _numbers(_gradient((curvature * covariance).sum(), eta))
+        slope, curvature = self._by_autograd(y, eta, parameters)
+        return _by(slope, _gradient((curvature * covariance).sum(), eta), eta)
 
     def log_prob(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> Tensor:
         """Log density or log mass of each observation, as :meth:`log_density`, and with nothing left out."""
@@ -156,15 +156,22 @@ class Family(ABC):
         """The derivatives at an eta that requires a gradient, with their own graph."""
         slope = _gradient(self.log_density(y, eta, **parameters).sum(), eta)
         if not self.has_outputs:
-            return slope, _numbers(-_gradient(slope.sum(), eta)).clamp(min=0.0)
-        rows = _numbers(torch.stack([-_gradient(part.sum(), eta) for part in slope.unbind(-1)], -2))
+            return slope, _by(slope, -_gradient(slope.sum(), eta), eta).clamp(min=0.0)
+        rows = torch.stack([_by(slope, -_gradient(part.sum(), eta), eta) for part in slope.unbind(-1)], -2)
         sizes, vectors = torch.linalg.eigh(0.5 * (rows + rows.mT))
         return slope, (vectors * sizes.clamp(min=0.0)[..., None, :]) @ vectors.mT
 
 
-def _numbers(derivatives: Tensor) -> Tensor:
-    """With 0 for NaN, which autograd gives where one of two terms has vanished, as in torch.logaddexp."""
-    return torch.where(derivatives.isnan(), 0.0, derivatives)
+def _by(slope: Tensor, derivative: Tensor, eta: Tensor) -> Tensor:
+    """A further derivative: where autograd has none, it is 0 of a slope of 0, and refused elsewhere."""
+    missed = derivative.isnan()
+    if bool((missed & slope.isfinite() & (slope != 0)).any()):
+        raise ValueError(
+            "Expected second derivatives of the log density by linear predictors that are numbers, but got NaN at "
+            f"linear predictors as {float(eta.detach()[missed][0]):.3g}, as torch.logaddexp gives where one of two terms has "
+            "vanished; use torch.logsumexp or softplus."
+        )
+    return torch.where(missed, 0.0, derivative)
 
 
 def _gradient(value: Tensor, at: Tensor) -> Tensor:

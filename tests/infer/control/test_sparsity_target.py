@@ -392,7 +392,7 @@ def test_a_report():
         (
             (0.5, lambda gates: 30 - count(gates)),
             {},
-            "that falls as gates close, but 'cost' is 30 with all of them closed",
+            "but got {'cost': 0.5}. A cost has to fall as gates close.",
         ),
         ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
     ],

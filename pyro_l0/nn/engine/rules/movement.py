@@ -53,12 +53,10 @@ def create(maps: Maps, operation: Operation) -> None:
     "aten::_unsafe_view",
     "aten::reshape",
     "aten::_reshape_alias",
-    "aten::unsqueeze",
-    "aten::squeeze",
-    "aten::flatten",
     is_homogeneous=True,
     integers=are_sizes,
 )
+@rule("aten::unsqueeze", "aten::squeeze", "aten::flatten", is_homogeneous=True)  # whose integers are dimensions
 @rule("aten::unflatten", is_homogeneous=True, integers=are_inner_sizes)
 def view(maps: Maps, operation: Operation) -> None:
     """Dimensions are merged and split: an entry of a merged dimension leaves iff one of its factors' entries does."""

@@ -182,7 +182,7 @@ def convolution(maps: Maps, operation: Operation) -> None:
         operation.maybe("bias"),
         operation.output,
     )
-    is_transposed, groups = bool(operation.arguments["transposed"]), operation.integer("groups")
+    is_transposed, groups = bool(operation.arguments.get("transposed")), operation.integer("groups")
     maps.passes(x, 0, output, 0)
     images = range(2, x.rank)
     kind = ZERO if ZERO in (maps.kind(x), maps.kind(weight)) else max(maps.kind(x), maps.kind(weight))
