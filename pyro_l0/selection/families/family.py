@@ -168,8 +168,8 @@ def _by(slope: Tensor, derivative: Tensor, eta: Tensor) -> Tensor:
     if bool((missed & slope.isfinite() & (slope != 0)).any()):
         raise ValueError(
             "Expected second derivatives of the log density by linear predictors that are numbers, but got NaN at "
-            f"linear predictors as {float(eta.detach()[missed][0]):.3g}, as torch.logaddexp gives where one of two terms has "
-            "vanished; use torch.logsumexp or softplus."
+            f"linear predictors as {float(eta.detach()[missed][0]):.3g}, as torch.logaddexp gives where one of two "
+            "terms has vanished; use torch.logsumexp or softplus."
         )
     return torch.where(missed, 0.0, derivative)
 
