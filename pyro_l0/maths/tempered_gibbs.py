@@ -143,8 +143,8 @@ class GibbsRun:
         """As :meth:`standard_error`, also where the chains did not start from draws of their common distribution.
 
         It is larger by sqrt((1 + r) / (1 - r)), as a mean over time is in a series of correlation r: here that of the
-        chains' averages in the halves of the run, of each gate together with the mean over all. Chains that stay agree
-        as well as their starts did. NaN for a single flip.
+        chains' averages of the gate in the halves of the run. Chains that stay agree as well as their starts did. NaN
+        for a single flip.
         """
         chains, gates = self.chain_active_probs.shape
         error, weights = self.standard_error(), self.weights.reshape(-1, chains)
@@ -158,8 +158,7 @@ class GibbsRun:
         ]
         before, after = (half - share @ half for half in halves)
         both, spread = share @ (before * after), ((share @ before.square()) * (share @ after.square())).sqrt()
-        r = (both + both.mean()) / (spread + spread.mean() + torch.finfo(spread.dtype).eps)
-        r = r.clamp(min=0.0)
+        r = (both / (spread + torch.finfo(spread.dtype).eps)).clamp(min=0.0)
         return error * ((1 + r) / (1 - r)).sqrt()
 
     def distinct(self) -> tuple[Tensor, Tensor]:
