@@ -66,14 +66,14 @@ strip_signature_backslash = True  # without it, attributes lose the underscore a
 # one, and what only people who extend the engine meet.
 nitpicky = True
 _TYPES = """Coefficient Cost Error EstimatorName Example Family GateObjective GatePosterior Kind Location Loss Net
-Budgets Number Objective OnBudget Rates Rule Run SiteSummary GateSite Trainer _size CONSTANT JointDraw"""
+Budgets Integers Number Objective OnBudget Rates Rule Run SiteSummary GateSite Trainer _size CONSTANT JointDraw"""
 nitpick_ignore_regex = [
     ("py:.*", "|".join(_TYPES.split())),
     ("py:class", r"pyro_l0\.(nn\.engine|maths)\..*"),
     (
         "py:class",
         r"pyro_l0\..*(State|GateChange|LayerFold|GatePosterior|JointDraws?|JointSample|Collapsed|Alignment|Stay|Loader|Record|Run"
-        r"|Evaluation|UnitProbs|Likelihood)",
+        r"|Evaluation|UnitProbs|Likelihood|InferenceTarget)",
     ),
     (
         "py:class",
