@@ -31,7 +31,6 @@ from pyro_l0.selection.predictive import (
     expected,
     quantiles,
     replicated,
-    rows_of,
     summaries,
     to_inference_data,
     variances,
@@ -145,6 +144,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
         "family": [Family],
+        "background": ["boolean"],
         "ties": [StrOptions({"breslow", "efron"})],
         "random_state": ["random_state"],
         "verbose": ["boolean"],
@@ -229,7 +229,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             names=self._names(),
             gate_of=self._group_of,
             rate=rate,
-            **{name: parameters[name] for name in (*_PRIORS, "standardize", "fit_intercept") if name in parameters},
+            **{name: parameters[name] for name in (*_PRIORS, "standardize", "fit_intercept", "background") if name in parameters},
         )
         self._encode.apply(draft)
         x, self._gate_of = draft.x, draft.gate_of
@@ -345,7 +345,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         expect_count(1, n=n)
         kept = len(self.draws_.rate)
         more = np.random.default_rng(kept).integers(kept, size=max(0, n - kept))
-        draws = rows_of(self.draws_, np.concatenate([np.arange(min(n, kept)), more]))
+        draws = self.draws_.rows(np.concatenate([np.arange(min(n, kept)), more]))
         found = {
             "coef": self._as_coef(draws.coefficients.toarray()),
             "gates": open_gates(draws.coefficients, self._gate_of),
@@ -353,6 +353,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         }
         scales = {name: getattr(draws, name) for name in ("slab_scale", "rate", "noise_scale")}
         known = {name: values for name, values in scales.items() if not np.isnan(values).any()}
+        if draws.background is not None:
+            known["background"] = draws.background
         return {**found, **known, **draws.learned}
 
     def sample_y(
@@ -373,7 +375,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         new = self._validated_new(X, offset)
         expect_count(1, n_samples=n_samples)
         rng = np.random.default_rng(seed_of(random_state))
-        draws = rows_of(self.draws_, rng.integers(len(self.draws_.rate), size=n_samples))
+        draws = self.draws_.rows(rng.integers(len(self.draws_.rate), size=n_samples))
         found = summaries(draws, *new, lambda eta: np.moveaxis(replicated(self._family, eta, draws, rng), 0, -1))
         return self.classes_[found.astype(np.intp)] if hasattr(self, "classes_") else found
 
@@ -431,7 +433,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             rows = _repeated(weight)
             x, y = x[rows], y[rows]
             offset, trials = (None if part is None else part[rows] for part in (offset, trials))
-        draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
+        draws = self.draws_.rows(np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
         family = self._family if trials is None else Binomial(trials)
@@ -485,6 +487,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             values, known = getattr(raw.draws, name), getattr(design.problem.prior, name)
             if not np.isnan(values).any():
                 setattr(self, f"{name}_", known if isinstance(known, float) else values.mean(0))
+        if raw.background is not None:
+            effects = raw.background
+            self.background_ = dict(zip(effects.ratios.tolist(), effects.probs.tolist(), strict=True))
+            self.background_coef_ = effects.mean
         for name, values in raw.draws.learned.items():
             setattr(self, f"{name}_", values.mean(0))
 
@@ -546,7 +552,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _mean(self, x: Array, offset: Array | None) -> Array:
         """Posterior means of the linear predictors of new observations, shape ``(m,)`` or ``(m, K)``."""
-        found: Array = x @ self.coef_.T + self.intercept_
+        coef = self.coef_ + self.background_coef_ if self.draws_.background is not None else self.coef_
+        found: Array = x @ coef.T + self.intercept_
         return found if offset is None else found + offset.reshape(found.shape)
 
     def _validated_new(self, x: ArrayLike, offset: ArrayLike | None) -> tuple[Array, Array | None]:

@@ -25,7 +25,6 @@ __all__ = [
     "parts_of",
     "quantiles",
     "replicated",
-    "rows_of",
     "summaries",
     "to_inference_data",
     "variances",
@@ -64,13 +63,7 @@ def summaries(draws: Draws, x: Array, offset: Array | None, summary: Callable[[A
 def parts_of(draws: Draws, numbers: int) -> Iterator[Draws]:
     """The draws in parts, by how many numbers one of them needs."""
     size, every = max(1, _AT_ONCE // numbers), np.arange(len(draws.rate))
-    return (rows_of(draws, rows) for rows in np.split(every, range(size, len(every), size)))
-
-
-def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
-    """Some of the draws, in the order that is given."""
-    learned = {name: values[rows] for name, values in draws.learned.items()}
-    return Draws(**{name: getattr(draws, name)[rows] for name in Draws._fields[:-2]}, learned=learned)
+    return (draws.rows(rows) for rows in np.split(every, range(size, len(every), size)))
 
 
 def linear_predictors(draws: Draws, x: Array, offset: Array | None = None) -> Array:
@@ -79,6 +72,8 @@ def linear_predictors(draws: Draws, x: Array, offset: Array | None = None) -> Ar
     by_output = (draws.coefficients[:, k::outputs] @ x.T for k in range(outputs))
     dense = (part.toarray() if issparse(part) else part for part in by_output)
     found = np.stack(list(dense), axis=2) + draws.intercept[:, None, :]
+    if draws.background is not None:
+        found += (draws.background @ x.T)[:, :, None]
     return found if offset is None else found + offset
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from pyro_l0.maths.second_order import Quadratic, SparseColumns, quadratic_of
 from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates, open_counts
 from pyro_l0.selection.families.family import Family
 from pyro_l0.selection.families.likelihood import Likelihood
+
+if TYPE_CHECKING:
+    from pyro_l0.selection.design.background import Background
 
 __all__ = ["Draws", "Prior", "Problem", "SelectionPosterior"]
 
@@ -36,6 +39,8 @@ class Draws(NamedTuple):
             noise.
         rate: P(z = 1), shape ``(N,)``, also if it is known; NaN if it differs between gates.
         learned: further parameters of the family by name, each of shape ``(N,)`` or ``(N, K)``.
+        background: small effects of all features beside the sparse ones, shape ``(N, p)``; None without any.
+        ratio: of the variances of these and of the noise, shape ``(N,)``.
         correction: what the log evidence of Laplace's approximation lacks, where this drew them and is too far off,
             NaN if that cannot be told; None elsewhere.
     """
@@ -46,7 +51,28 @@ class Draws(NamedTuple):
     noise_scale: NDArray[np.float64]
     rate: NDArray[np.float64]
     learned: Mapping[str, NDArray[np.float64]] = {}
+    background: NDArray[np.float64] | None = None
+    ratio: NDArray[np.float64] | None = None
     correction: float | None = None
+
+    @property
+    def total(self) -> csr_array | NDArray[np.float64]:
+        """The effects of the features, sparse and small ones, shape ``(N, p K)``."""
+        return self.coefficients if self.background is None else self.coefficients.toarray() + self.background
+
+    def rows(self, index: NDArray[np.intp]) -> Draws:
+        """Some of the draws, in the order that is given."""
+        of_draws = (name for name in self._fields if name not in ("learned", "correction"))
+        found = {name: getattr(self, name)[index] for name in of_draws if getattr(self, name) is not None}
+        return Draws(**found, learned={name: values[index] for name, values in self.learned.items()})
+
+
+class BackgroundEffects(NamedTuple):
+    """The posterior of small effects of all features, whose variances are a ratio of that of the noise."""
+
+    ratios: NDArray[np.float64]  # of the variances that they and the noise give y, shape (R,)
+    probs: NDArray[np.float64]  # of each ratio, shape (R,)
+    mean: NDArray[np.float64]  # of the effects, shape (p,)
 
 
 @dataclass(frozen=True)
@@ -64,6 +90,7 @@ class SelectionPosterior(Trust):
         error: Monte Carlo standard errors of ``active_probs``, from the differences of chains and the weights of their
             draws, shape ``(G,)``; 0 without chains.
         problems: what else is wrong, in sentences.
+        background: small effects of all features beside the coefficients, if the problem has any.
     """
 
     active_probs: NDArray[np.float64]
@@ -74,6 +101,12 @@ class SelectionPosterior(Trust):
     draws: Draws
     error: NDArray[np.float64]
     problems: tuple[str, ...] = ()
+    background: BackgroundEffects | None = None
+
+    @property
+    def total(self) -> NDArray[np.float64]:
+        """Means of the effects of the features, sparse and small ones, shape ``(p, K)``."""
+        return self.mean if self.background is None else self.mean + self.background.mean[:, None]
 
     @staticmethod
     def of(
@@ -175,6 +208,7 @@ class Problem:
         observations: number of observations of a Gaussian regression, less those that flat priors take; None if it is
             the number of rows.
         sparse: the features of a Gaussian regression that are sparse; ``x`` then has a shape and no values.
+        background: small effects of all features beside the sparse ones, in a Gaussian regression.
     """
 
     family: Family
@@ -188,6 +222,7 @@ class Problem:
     offset: Tensor | None = None
     observations: float | None = None
     sparse: SparseColumns | None = None
+    background: Background | None = None
 
     @cached_property
     def quadratic(self) -> Quadratic:

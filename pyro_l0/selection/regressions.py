@@ -59,6 +59,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             are always in explain.
         noise_scale: standard deviation of the noise, in the unit of y; None: it is learned, under a half-Cauchy prior
             of that scale.
+        background: whether each feature has a small effect, too, y ~ N(X (beta + u), noise), as in genetics, where small
+            effects everywhere otherwise make credible sets that hold no large one. The u are normal with a variance
+            that is learned; without any, ``background_`` is sure of a ratio of 0.
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000
@@ -88,6 +91,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         rate_: posterior mean of the rate; the rates where features have their own.
         log_evidence_: log p(y) in nats, or its estimate; that of y without what an intercept and features with a flat
             prior explain. NaN where coefficients are so far from normal that it cannot be told.
+        background_: P(r | y) by the ratio r of the variances that small effects and the noise give y, a dict, if there
+            is a background.
+        background_coef_: posterior means of the small effects, shape ``(p,)``, which predictions add to ``coef_``.
         credible_sets_: groups of correlated features, one of which has an effect with probability .95 or more.
         draws_: joint draws in the units of the data; ``sample`` returns them by name.
         method_: the method that was used.
@@ -110,6 +116,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
     _takes_sparse = True
 
     noise_scale: float | None = None
+    background: bool = False
 
     def fit(
         self,

@@ -41,6 +41,7 @@ class Draft:
     noise_scale: float | None = None
     standardize: bool = True
     fit_intercept: bool = True
+    background: bool = False  # whether each feature has a small effect, too
     deviation: Array = field(init=False)  # of the features since they are centred, shape (p,); 0 for a constant
     always: int = field(default=0, init=False)  # how many of the features, the last ones, are always in
     taken: float = field(default=0.0, init=False)  # observations that flat priors take
@@ -53,7 +54,7 @@ class Draft:
         self.x = csc_array(self.x, dtype=np.float64) if issparse(self.x) else np.asarray(self.x, dtype=np.float64)
         self.y = np.asarray(self.y, dtype=np.float64)
         _check_data(self.x, self.y, self.family)
-        if issparse(self.x) and self.root is not None:
+        if issparse(self.x) and (self.root is not None or self.background):
             self.x = self.x.toarray()
         self.gate_of = np.arange(self.x.shape[1]) if self.gate_of is None else self.gate_of
         self.names = self.names or [f"x{j}" for j in range(self.x.shape[1])]

@@ -131,14 +131,19 @@ class IntegrateOut(Step):
     def undo(self, found: SelectionPosterior, rng: np.random.Generator) -> SelectionPosterior:
         if not len(self._root):
             return found
-        draws, means = found.draws, self._means(found.draws.coefficients)
+        draws, means = found.draws, self._means(found.draws.total)
         noise = draws.noise_scale[:, None] * rng.standard_normal((len(means), len(self._root)))
         # Deviations are partly those of the draws.
         variance = means.var(0) + (draws.noise_scale**2).mean() * (self._root**2).sum(0)
         coefficients = csr_array(hstack([draws.coefficients, csr_array(means + noise @ self._root)]))
+        background = found.background
+        if background is not None and draws.background is not None:  # of these features there is none
+            draws = draws._replace(background=np.pad(draws.background, ((0, 0), (0, means.shape[1]))))
+            background = background._replace(mean=np.pad(background.mean, (0, means.shape[1])))
         return replace(
             found,
-            mean=np.concatenate([found.mean, self._means(found.mean.T).T]),
+            background=background,
+            mean=np.concatenate([found.mean, self._means(found.total.T).T]),
             sd=np.concatenate([found.sd, np.sqrt(variance)[:, None]]),
             draws=draws._replace(coefficients=coefficients),
             log_evidence=found.log_evidence + self._log_evidence,

@@ -74,12 +74,12 @@ class Centre(Step):
     def undo(self, found: SelectionPosterior, rng: np.random.Generator) -> SelectionPosterior:
         # One column for each output: the features' means in the rows of its coefficients.
         means = np.kron(self._means[:, None], np.eye(found.mean.shape[1]))
-        intercept = found.draws.intercept + self._level - found.draws.coefficients @ means
+        intercept = found.draws.intercept + self._level - found.draws.total @ means
         if self._is_flat:
             noise = found.draws.noise_scale / math.sqrt(self._precision)
             intercept = intercept + noise[:, None] * rng.standard_normal(intercept.shape)
         draws = found.draws._replace(intercept=intercept)
-        return replace(found, intercept=found.intercept + self._level - self._means @ found.mean, draws=draws)
+        return replace(found, intercept=found.intercept + self._level - self._means @ found.total, draws=draws)
 
 
 class Scale(Step):
@@ -136,6 +136,11 @@ class Scale(Step):
         entries = data, kept[feature] * outputs + output, draws.coefficients.indptr
         coefficients = csr_array(entries, shape=(draws.coefficients.shape[0], mean.size))
         scales = {"intercept": draws.intercept * unit, "noise_scale": draws.noise_scale * unit}
+        background = found.background
+        if background is not None and draws.background is not None:
+            drawn, of_means = np.zeros((len(draws.background), len(mean))), np.zeros(len(mean))
+            drawn[:, kept], of_means[kept] = draws.background / self._divisor, background.mean / self._divisor
+            draws, background = draws._replace(background=drawn), background._replace(mean=of_means)
         return replace(
             found,
             active_probs=probs,
@@ -144,4 +149,5 @@ class Scale(Step):
             intercept=found.intercept * unit,
             draws=draws._replace(coefficients=coefficients, **scales),
             error=error,
+            background=background,
         )

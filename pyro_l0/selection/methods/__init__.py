@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pyro_l0.selection.methods.background import mixed_posterior
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import tempered_posterior
 from pyro_l0.selection.problem import Problem, SelectionPosterior
@@ -29,7 +30,10 @@ def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> t
     """
     if method == "auto":
         few = _FEW_GAUSSIAN if problem.family.has_closed_form else _FEW + (len(problem.y) <= _SHORT)
+        few -= 3 * (problem.background is not None)  # a sum for each ratio
         method = "enumerate" if problem.gates <= few and not problem.is_sampled else "tempered"
     if not problem.gates and not problem.is_sampled:
         method = "enumerate"  # the one gate vector that there is
+    if problem.background is not None:
+        return mixed_posterior(problem, METHODS[method], draws=draws, seed=seed), method
     return METHODS[method](problem, draws=draws, seed=seed), method

@@ -16,7 +16,6 @@ from pyro_l0.selection.families import Family, family_of
 from pyro_l0.selection.methods.exact_chains import continued
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence
-from pyro_l0.selection.predictive import rows_of
 from pyro_l0.selection.problem import Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
@@ -130,7 +129,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     found = evidence.draws(z[drawn], generator)
     if found.correction is not None:
         return continued(problem, z[drawn], found, probs, log_evidence + found.correction, draws, generator)
-    return SelectionPosterior.of(probs, moments, log_evidence, rows_of(found, np.arange(draws)), 0 * probs)
+    return SelectionPosterior.of(probs, moments, log_evidence, found.rows(np.arange(draws)), 0 * probs)
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

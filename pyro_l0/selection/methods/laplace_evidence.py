@@ -23,7 +23,7 @@ from pyro_l0.selection.methods.grid import (
     nodes_around_mode,
     sparse_rows,
 )
-from pyro_l0.selection.predictive import linear_predictors, rows_of
+from pyro_l0.selection.predictive import linear_predictors
 from pyro_l0.selection.problem import Draws, Problem
 
 __all__ = ["LaplaceEvidence", "LaplaceFit", "find_mode"]
@@ -248,7 +248,7 @@ class LaplaceEvidence(GridEvidence[Batch]):
         """See ``Draws``, by importance weights; ``log_ratio`` has those without the log likelihood."""
         problem, outputs = self.problem, self.problem.outputs
         number = max(_FEWEST, _PREDICTORS // max(len(problem.x) * outputs, problem.gates))
-        some = rows_of(draws, np.arange(min(number, len(z))))
+        some = draws.rows(np.arange(min(number, len(z))))
         eta = torch.from_numpy(linear_predictors(some, problem.x.numpy()))
         log_weight = self._likelihood.value(eta) + log_ratio[: len(eta)]
         change = log_weight.softmax(0).numpy() - 1 / len(eta)

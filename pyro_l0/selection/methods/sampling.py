@@ -24,7 +24,6 @@ from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
-from pyro_l0.selection.predictive import rows_of
 from pyro_l0.selection.problem import Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
@@ -250,7 +249,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         active_probs,
         rescaled(problem, active_probs, weights @ z.double(), moments),
         log_evidence,
-        rows_of(found, np.arange(draws)),
+        found.rows(np.arange(draws)),
         error,
     )
 

@@ -1,0 +1,188 @@
+"""Small effects of all features beside sparse ones, against sums over gates and ratios that share no code with ours."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import special, stats
+from scipy.sparse import csr_array
+
+from pyro_l0.selection import SpikeSlabRegressor
+from tests.selection.references import by_densities
+
+N, NOISE, SLAB = 30, 0.7, 0.6
+RATES = [0.3, 0.4, 0.2, 0.5, 0.3]
+KNOWN = {"noise_scale": NOISE, "slab_scale": SLAB, "random_state": 0, "rate": RATES, "background": True}
+RATIOS = [0.0, *(0.02 * 2**k for k in range(9))]
+PRIOR = [0.5] + [0.5 / 9] * 9
+
+
+def data(seed=0, n=N):
+    """Correlated features, far from zero; one has a large effect, all have small ones."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 5)) @ np.linalg.cholesky(0.5 ** np.abs(np.subtract.outer(range(5), range(5)))).T + 3
+    return x, 2 + x[:, 1] + x @ rng.normal(size=5, scale=0.3) + NOISE * rng.normal(size=n)
+
+
+def small(x, standardize, gated):
+    """The covariance that small effects of ratio one give y."""
+    x = (x - x.mean(0)) / (x.std(0) if standardize else 1)
+    x = x[:, gated]
+    return x @ x.T / x.var(0).sum()
+
+
+def reference(x, y, rates=RATES, *, standardize=False, covariance=None, always=None, intercept=True, **more):
+    """Each ratio's posterior, and P(ratio | y)."""
+    gated = np.array(rates)[more.get("gate_of", np.arange(x.shape[1]))] < 1
+    covariance = np.eye(len(y)) if covariance is None else covariance
+    known = [
+        by_densities(
+            (x - x.mean(0)) / x.std(0) if standardize else x,
+            y,
+            covariance + ratio * small(x, standardize, gated),
+            rates,
+            always,
+            noise=NOISE,
+            slab=SLAB,
+            intercept=intercept,
+            **more,
+        )
+        for ratio in RATIOS
+    ]
+    log = np.array([each.log_evidence for each in known]) + np.log(PRIOR)
+    return known, special.softmax(log), special.logsumexp(log)
+
+
+def assert_exact(model, found, divisor=1.0, sd=1e-8):
+    known, probs, log_evidence = found
+    np.testing.assert_allclose([*model.background_.values()], probs, atol=1e-8)
+    np.testing.assert_allclose([*model.background_], RATIOS)
+    np.testing.assert_allclose(model.pip_, probs @ [each.pips for each in known], atol=1e-8)
+    mean = probs @ [each.mean for each in known]
+    np.testing.assert_allclose(model.coef_ * divisor, mean, atol=1e-8)
+    square = probs @ [each.mean**2 + each.sd**2 for each in known]
+    np.testing.assert_allclose(model.coef_sd_ * divisor, np.sqrt(square - mean**2), atol=sd)
+    assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-8)
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+def test_known_scales(standardize):
+    x, y = data()
+    model = SpikeSlabRegressor(standardize=standardize, **KNOWN).fit(x, y)
+    assert_exact(model, reference(x, y, standardize=standardize), x.std(0) if standardize else 1.0)
+    assert 0.05 < model.background_[0.0] < 0.95
+
+
+@pytest.mark.parametrize("always", [None, 0.7], ids=["flat", "normal"])
+def test_features_that_are_always_in_have_no_small_effect(always):
+    x, y = data()
+    rates = [0.3, 1.0, 0.2, 0.5, 0.3]
+    model = SpikeSlabRegressor(always_in_scale=always, standardize=False, **{**KNOWN, "rate": rates}).fit(x, y)
+    found = reference(x, y, rates, always=always)
+    assert_exact(model, found, sd=0.01)  # in part by draws
+    assert model.background_coef_[1] == 0
+
+
+def test_groups_and_correlated_noise():
+    x, y = data()
+    covariance = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
+    parameters = {**KNOWN, "rate": [0.3, 0.4], "groups": [0, 0, 1, 1, 1], "standardize": False}
+    model = SpikeSlabRegressor(**parameters).fit(x, y, noise_covariance=covariance)
+    assert_exact(model, reference(x, y, [0.3, 0.4], covariance=covariance, gate_of=[0, 0, 1, 1, 1]))
+
+
+def test_unknown_scales():
+    """By densities on a grid of both logarithms."""
+    x, y = data(n=20)
+    x = x[:, :2]
+    model = SpikeSlabRegressor(rate=0.3, background=True, random_state=0).fit(x, y)
+    z, unit = (x - x.mean(0)) / x.std(0), y.std()
+    rest = np.linalg.qr(np.c_[np.ones(20), np.eye(20)[:, 1:]])[0][:, 1:]  # orthogonal to the intercept
+    noise, slab = (np.exp(np.linspace(low, high, 60)) * unit for low, high in ((-3.0, 2.0), (-8.0, 1.6)))
+    of_noise = np.log(2 / np.pi) - np.logaddexp(np.log(noise / unit), -np.log(noise / unit))
+    of_slab = stats.halfnorm.logpdf(slab, scale=unit) + np.log(slab)
+    log = np.zeros((10, 4, 60, 60))
+    for k, ratio in enumerate(RATIOS):
+        background = rest.T @ (np.eye(20) + ratio * z @ z.T / 2) @ rest
+        for g in range(4):
+            on = z[:, [j for j in range(2) if g >> j & 1]]
+            for i, a in enumerate(noise):
+                values, vectors = np.linalg.eigh(background)
+                root = vectors / np.sqrt(values)  # whitened, then one decomposition for all slabs
+                along = rest.T @ on
+                each, basis = np.linalg.eigh(root.T @ along @ along.T @ root)
+                turned = (basis.T @ root.T @ rest.T @ y) ** 2
+                variance = a**2 + np.multiply.outer(slab**2, each.clip(min=0))
+                density = -0.5 * (np.log(2 * np.pi * variance) + turned / variance).sum(1)
+                log[k, g, i] = density - 0.5 * np.log(values).sum() + of_noise[i] + of_slab
+            log[k, g] += bin(g).count("1") * np.log(0.3) + (2 - bin(g).count("1")) * np.log(0.7) + np.log(PRIOR[k])
+    probs = special.softmax(log.reshape(10, 4, -1), axis=None).sum(2)
+    np.testing.assert_allclose([*model.background_.values()], probs.sum(1), atol=1e-3)
+    np.testing.assert_allclose(model.pip_, [probs[:, [1, 3]].sum(), probs[:, [2, 3]].sum()], atol=1e-3)
+
+
+def test_joint_draws_and_predictions():
+    """Of all effects given the gates and the ratio, by the Gaussian that they and y have."""
+    x, y = data()
+    model = SpikeSlabRegressor(standardize=False, **KNOWN).fit(x, y)
+    drawn, new = model.sample(2000), np.random.default_rng(1).normal(size=(3, 5)) + 3
+    total = drawn["coef"] + drawn["background"]
+    centred, known, probs = x - x.mean(0), *reference(x, y)[:2]
+    # E[u | y] = r NOISE^2 / m Xc' E[(V^-1)(y - X beta)].
+    expected = np.zeros(5)
+    for ratio, each, prob in zip(RATIOS, known, probs, strict=True):
+        gain = ratio / centred.var(0).sum() * centred.T
+        left = y - y.mean() - centred @ each.mean
+        expected += prob * gain @ np.linalg.solve(np.eye(N) + centred @ gain, left)
+    np.testing.assert_allclose(model.background_coef_, expected, atol=1e-8)
+    spread = drawn["background"].std(0) / np.sqrt(2000)
+    assert (np.abs(drawn["background"].mean(0) - expected) < 4 * spread).all()
+    mean, sd = model.predict(new, return_std=True)
+    of_draws = drawn["intercept"][:, None] + total @ new.T
+    assert (np.abs(mean - of_draws.mean(0)) < 4 * of_draws.std(0) / np.sqrt(2000)).all()
+    np.testing.assert_allclose(sd, np.sqrt(of_draws.var(0) + NOISE**2), rtol=1e-6)
+    ends = model.predict_quantiles(new, [0.05, 0.95])
+    np.testing.assert_allclose(ends, mean[:, None] + sd[:, None] * [-1.645, 1.645], atol=0.15)
+    assert model.to_arviz().posterior["background"].shape == (1, 1000, 5)
+
+
+def test_other_forms_of_the_data():
+    """Weights, sparse columns, names, moments and z-scores say the same."""
+    x, y = data()
+    model = SpikeSlabRegressor(**KNOWN).fit(x, y)
+    frame = pd.DataFrame(x, columns=list("abcde"))
+    centred, target = x - x.mean(0), y - y.mean()
+    weight = np.r_[np.full(10, 2), np.ones(20)]
+    repeated = np.repeat(np.arange(N), weight.astype(int))
+    pairs = [
+        (model, SpikeSlabRegressor(**KNOWN).fit(csr_array(x), y)),
+        (model, SpikeSlabRegressor(**KNOWN).fit(frame, y - 5, offset=np.full(N, -5.0))),
+        (model, SpikeSlabRegressor.from_moments(centred.T @ centred, centred.T @ target, target @ target, N, **KNOWN)),
+        (SpikeSlabRegressor(**KNOWN).fit(x[repeated], y[repeated]), SpikeSlabRegressor(**KNOWN).fit(x, y, weight)),
+    ]
+    unit = y.std()
+    scaled = {**KNOWN, "noise_scale": NOISE / unit, "slab_scale": SLAB / unit}
+    r = np.corrcoef(x.T, y)[-1, :-1]
+    z = r * np.sqrt((N - 2) / (1 - r**2))
+    pairs.append((model, SpikeSlabRegressor.from_z_scores(z, np.corrcoef(x.T), N, **scaled)))
+    for one, other in pairs:
+        np.testing.assert_allclose([*other.background_.values()], [*one.background_.values()], atol=1e-6)
+        np.testing.assert_allclose(other.pip_, one.pip_, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_chains():
+    """Given each ratio, chains find what a sum over the gates has; so does their mixture."""
+    x, y = data(n=60)
+    parameters = {"background": True, "random_state": 0}
+    exact = SpikeSlabRegressor(method="enumerate", **parameters).fit(x, y)
+    sampled = SpikeSlabRegressor(method="tempered", **parameters).fit(x, y)
+    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.02)
+    np.testing.assert_allclose([*sampled.background_.values()], [*exact.background_.values()], atol=0.02)
+    assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.1)
+
+
+def test_no_feature_with_a_gate():
+    x, y = data()
+    model = SpikeSlabRegressor(background=True, rate=1.0, random_state=0).fit(x, y)
+    assert not hasattr(model, "background_")
+    np.testing.assert_allclose(model.predict(x), SpikeSlabRegressor(rate=1.0).fit(x, y).predict(x))
