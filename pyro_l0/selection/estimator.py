@@ -113,6 +113,7 @@ def seed_of(random_state: int | np.random.RandomState | None) -> int:
 
 
 _PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale")
+_OF_DRAFT = (*_PRIORS, "standardize", "fit_intercept", "background")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
@@ -229,7 +230,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             names=self._names(),
             gate_of=self._group_of,
             rate=rate,
-            **{name: parameters[name] for name in (*_PRIORS, "standardize", "fit_intercept", "background") if name in parameters},
+            **{name: parameters[name] for name in _OF_DRAFT if name in parameters},
         )
         self._encode.apply(draft)
         x, self._gate_of = draft.x, draft.gate_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -24,7 +24,10 @@ from pyro_l0.selection.families.likelihood import Likelihood
 if TYPE_CHECKING:
     from pyro_l0.selection.design.background import Background
 
-__all__ = ["Draws", "Prior", "Problem", "SelectionPosterior"]
+# Of the variances of small effects and of noise, which are summed over.
+RATIOS = np.concatenate([[0.0], np.geomspace(0.02, 5.12, 9)])
+
+__all__ = ["RATIOS", "BackgroundEffects", "Draws", "Prior", "Problem", "SelectionPosterior"]
 
 
 class Draws(NamedTuple):
@@ -65,6 +68,14 @@ class Draws(NamedTuple):
         of_draws = (name for name in self._fields if name not in ("learned", "correction"))
         found = {name: getattr(self, name)[index] for name in of_draws if getattr(self, name) is not None}
         return Draws(**found, learned={name: values[index] for name, values in self.learned.items()})
+
+    @staticmethod
+    def joined(parts: Sequence[Draws], order: NDArray[np.intp]) -> Draws:
+        """Several sets of draws without further parameters, put at their places."""
+        coefficients = csr_array(vstack([part.coefficients for part in parts]))
+        each = zip(*((part.intercept, part.slab_scale, part.noise_scale, part.rate) for part in parts), strict=True)
+        intercept, slab_scale, noise_scale, rate = map(np.concatenate, each)
+        return Draws(coefficients, intercept, slab_scale, noise_scale, rate).rows(np.argsort(order))
 
 
 class BackgroundEffects(NamedTuple):
@@ -116,12 +127,13 @@ class SelectionPosterior(Trust):
         draws: Draws,
         error: Tensor,
         problems: tuple[str, ...] = (),
+        background: BackgroundEffects | None = None,
     ) -> SelectionPosterior:
         """From tensors, and means of the coefficients and of their squares."""
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
         parts = active_probs.numpy(), mean.numpy(), sd.numpy(), draws.intercept.mean(0)
-        return SelectionPosterior(*parts, log_evidence, draws, error.numpy(), problems)
+        return SelectionPosterior(*parts, log_evidence, draws, error.numpy(), problems, background)
 
 
 @dataclass(frozen=True)
@@ -234,6 +246,14 @@ class Problem:
     def likelihood(self) -> Likelihood:
         """That of the observations, by linear predictors without the offset."""
         return self.family.likelihood(self.y, self.weight, self.offset, self.prior.noise_unit)
+
+    @cached_property
+    def given_ratios(self) -> tuple[tuple[Problem, ...], Tensor]:
+        """The regressions without a background that this one is a mixture of, and the logs of their weights."""
+        if self.background is None:
+            return (self,), torch.zeros(1, dtype=torch.float64)
+        problems, log_weights = zip(*(self.background.given(self, k) for k in range(len(RATIOS))), strict=True)
+        return problems, torch.tensor(log_weights, dtype=torch.float64)
 
     @property
     def outputs(self) -> int:

@@ -59,9 +59,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             are always in explain.
         noise_scale: standard deviation of the noise, in the unit of y; None: it is learned, under a half-Cauchy prior
             of that scale.
-        background: whether each feature has a small effect, too, y ~ N(X (beta + u), noise), as in genetics, where small
-            effects everywhere otherwise make credible sets that hold no large one. The u are normal with a variance
-            that is learned; without any, ``background_`` is sure of a ratio of 0.
+        background: whether each feature with a gate has a small effect u, too, as in genetics: y ~ N(X (beta + u),
+            noise). Small effects everywhere otherwise make credible sets that hold no large one. The u are normal with
+            a variance that is learned, in units of that of the noise, and may be 0.
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000

@@ -176,8 +176,9 @@ def test_chains():
     parameters = {"background": True, "random_state": 0}
     exact = SpikeSlabRegressor(method="enumerate", **parameters).fit(x, y)
     sampled = SpikeSlabRegressor(method="tempered", **parameters).fit(x, y)
-    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.02)
-    np.testing.assert_allclose([*sampled.background_.values()], [*exact.background_.values()], atol=0.02)
+    assert sampled.ok_
+    assert (np.abs(sampled.pip_ - exact.pip_) < 3 * sampled.error_ + 0.01).all()
+    np.testing.assert_allclose([*sampled.background_.values()], [*exact.background_.values()], atol=0.06)
     assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.1)
 
 

@@ -1,13 +1,14 @@
 r"""Small effects of all features beside the sparse ones, as noise of a covariance that the features have.
 
 The model is y = X (beta + u) + e with e ~ N(0, sigma^2) and u_j ~ N(0, sigma^2 r / m), m the sum of the variances of
-the features that have a gate, so that r is the ratio of the variances that u and e give y. Given r, y has the covariance
-sigma^2 (I + r X X' / m). With X = W S V', X and y are turned to W'X = S V' and W'y, in which the noise of each row i is
-independent, of variance sigma^2 (1 + r s_i^2 / m). Divided by its root, they are a regression without a background.
+the features that have a gate, so that r is the ratio of the variances that u and e give y. Given r, the covariance of
+y is sigma^2 (I + r X X' / m). With X = W S V', X and y are turned to W'X = S V' and W'y, in which the noise of each row
+i is independent, of variance sigma^2 (1 + r s_i^2 / m). Divided by its root, they have no background any more.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,16 +17,14 @@ import torch
 
 from pyro_l0.selection.design.draft import Draft
 from pyro_l0.selection.families.family import Array
-from pyro_l0.selection.problem import SelectionPosterior
+from pyro_l0.selection.problem import RATIOS, SelectionPosterior
 
 if TYPE_CHECKING:
     from pyro_l0.selection.problem import Problem
 
 __all__ = ["Background"]
 
-# Ratios that are summed over, and the prior probability that there is no background.
-RATIOS = np.concatenate([[0.0], np.geomspace(0.02, 5.12, 9)])
-_NONE = 0.5
+_NONE = 0.5  # prior probability that there is no background; the other ratios share the rest
 
 
 class Background:
@@ -41,13 +40,13 @@ class Background:
         self._y = torch.cat([along, rest])
         self._share = 1 / float((draft.deviation[: draft.gated] ** 2).sum())  # 1 / m
         self._sizes = torch.cat([singular, singular.new_zeros(1)]).square() * self._share
-        self.log_prior = np.log(np.append(_NONE, np.full(len(RATIOS) - 1, (1 - _NONE) / (len(RATIOS) - 1))))
 
-    def problem(self, problem: Problem, ratio: float) -> tuple[Problem, float]:
-        """The regression with noise made independent, and what its log evidence lacks."""
-        root = (1 + ratio * self._sizes).rsqrt()
+    def given(self, problem: Problem, number: int) -> tuple[Problem, float]:
+        """The regression with noise made independent, given a ratio, and the logarithm of its weight."""
+        root = (1 + RATIOS[number] * self._sizes).rsqrt()
+        prior = math.log((1 - _NONE) / (len(RATIOS) - 1) if number else _NONE)
         found = replace(problem, x=root[:, None] * self._x, y=root * self._y, background=None)
-        return found, float(root.log().sum())
+        return found, float(root.log().sum()) + prior
 
     def mean(self, ratio: Array, coefficients: Array) -> Array:
         """Of the small effects at ratios ``(N, 1)`` given means of the others, both of shape ``(N, p)``."""
@@ -55,8 +54,9 @@ class Background:
 
     def _gain(self, ratio: Array, explained: Array) -> Array:
         """The same given what the other effects explain of y, shape ``(N, n)``."""
-        found: Array = ratio * self._share / (1 + ratio * self._sizes.numpy()) * (self._y.numpy() - explained)
-        return found @ self._x.numpy()
+        gain = ratio * self._share / (1 + ratio * self._sizes.numpy())
+        found: Array = (gain * (self._y.numpy() - explained)) @ self._x.numpy()
+        return found
 
     def undo(self, found: SelectionPosterior, rng: np.random.Generator) -> SelectionPosterior:
         """Draw the small effects given the others: those of the prior, less what these leave of y (Matheron's rule)."""

@@ -34,6 +34,6 @@ def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> t
         method = "enumerate" if problem.gates <= few and not problem.is_sampled else "tempered"
     if not problem.gates and not problem.is_sampled:
         method = "enumerate"  # the one gate vector that there is
-    if problem.background is not None:
-        return mixed_posterior(problem, METHODS[method], draws=draws, seed=seed), method
+    if problem.background is not None and method == "enumerate":
+        return mixed_posterior(problem, enumerate_posterior, draws=draws, seed=seed), method
     return METHODS[method](problem, draws=draws, seed=seed), method
