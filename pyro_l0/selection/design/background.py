@@ -2,8 +2,8 @@ r"""Small effects of all features beside the sparse ones, as noise of a covarian
 
 The model is y = X (beta + u) + e with e ~ N(0, sigma^2) and u_j ~ N(0, sigma^2 r / m), m the sum of the variances of
 the features that have a gate, so that r is the ratio of the variances that u and e give y. Given r, the covariance of
-y is sigma^2 (I + r X X' / m). With X = W S V', X and y are turned to W'X = S V' and W'y, in which the noise of each row
-i is independent, of variance sigma^2 (1 + r s_i^2 / m). Divided by its root, they have no background any more.
+y is sigma^2 (I + r X X' / m). With X X' = W S W', X and y are turned to W'X and W'y, in which the noise of row i is
+independent, of variance sigma^2 (1 + r s_i / m). Divided by its root, they have no background any more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from pyro_l0.selection.design.draft import Draft
 from pyro_l0.selection.families.family import Array
@@ -32,20 +33,20 @@ class Background:
 
     def __init__(self, draft: Draft) -> None:
         x, y = torch.from_numpy(draft.x), torch.from_numpy(draft.y)
-        left, singular, right = torch.linalg.svd(x, full_matrices=False)
-        along = left.T @ y
-        # What of y no feature reaches is a row of its own.
-        rest = (y - left @ along).norm()[None]
-        self._x = torch.cat([singular[:, None] * right, x.new_zeros(1, x.shape[1])])
-        self._y = torch.cat([along, rest])
+        if len(y) > x.shape[1] + 1:  # all of y that no feature reaches is one row
+            left, x = torch.linalg.qr(x)
+            along = left.T @ y
+            x, y = pad(x, (0, 0, 0, 1)), torch.cat([along, (y - left @ along).norm()[None]])
+        sizes, vectors = torch.linalg.eigh(x @ x.T)
+        self._x, self._y = vectors.T @ x, vectors.T @ y
         self._share = 1 / float((draft.deviation[: draft.gated] ** 2).sum())  # 1 / m
-        self._sizes = torch.cat([singular, singular.new_zeros(1)]).square() * self._share
+        self._sizes = sizes.clamp(min=0) * self._share
 
     def given(self, problem: Problem, number: int) -> tuple[Problem, float]:
         """The regression with noise made independent, given a ratio, and the logarithm of its weight."""
         root = (1 + RATIOS[number] * self._sizes).rsqrt()
         prior = math.log((1 - _NONE) / (len(RATIOS) - 1) if number else _NONE)
-        found = replace(problem, x=root[:, None] * self._x, y=root * self._y, background=None)
+        found = replace(problem, x=root[:, None] * self._x, y=root * self._y, sparse=None, background=None)
         return found, float(root.log().sum()) + prior
 
     def mean(self, ratio: Array, coefficients: Array) -> Array:
