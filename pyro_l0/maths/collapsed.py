@@ -9,14 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.second_order import (
-    BATCH,
-    DesignQuadratic,
-    Normals,
-    Quadratic,
-    QuadraticOfEach,
-    open_positions,
-)
+from pyro_l0.maths.second_order import BATCH, DesignQuadratic, Normals, Quadratic, open_positions
 
 
 class CollapsedQuadratic:
@@ -78,15 +71,12 @@ class CollapsedQuadratic:
 
     def of_parts(self, z: Tensor, parts: Tensor) -> PartConditionals:
         """The same for some parts of the design's elements, shape ``(S, c)``, and for the gates that are open."""
-        every = slice(None)
-        own = self._own(every)
-        design = own.several[0] if isinstance(own, QuadraticOfEach) else own
-        assert isinstance(own, DesignQuadratic | QuadraticOfEach)
+        design, every = self.quadratic, slice(None)
         assert isinstance(design, DesignQuadratic)
         open_ = self._open(self.on(z), every)
         gates, valid = design.members[parts].flatten(1), design.valid[parts].flatten(1)
         elements = self._elements_at(gates, every)
-        factors = _log_integral(*_closed(open_, elements, own.rows(open_.index, parts)))
+        factors = _log_integral(*_closed(open_, elements, design.rows(open_.index, parts)))
         of_open = _log_integral(*open_.alone())
         same = (open_.index[:, :, None] == gates[:, None, :]) & open_.valid[:, :, None] & valid[:, None, :]
         is_open = same.any(1)
@@ -137,27 +127,22 @@ class CollapsedQuadratic:
         size = max(1, BATCH // (most * (width or most)))
         return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
 
-    def _own(self, batch: slice) -> Quadratic:
-        """Those of some chains, where each has its own."""
-        return self.quadratic.of(batch) if isinstance(self.quadratic, QuadraticOfEach) else self.quadratic
-
     def _elements(self, batch: slice) -> _Elements:
         linear, scale, root = (_picked(x, batch) for x in (self._linear, self._scale, self._root))
         unit = scale * root
-        return _Elements(unit, linear * root * unit, self._own(batch).diagonal * unit.square())
+        return _Elements(unit, linear * root * unit, self.quadratic.diagonal * unit.square())
 
     def _elements_at(self, index: Tensor, batch: slice) -> _Elements:
         linear, scale = (_at(_picked(x, batch), index) for x in (self._linear, self._scale))
         root = _picked(self._root, batch)
         unit = scale * root
-        diagonal = _at(torch.atleast_2d(self._own(batch).diagonal), index)
-        return _Elements(unit, linear * root * unit, diagonal * unit.square())
+        return _Elements(unit, linear * root * unit, self.quadratic.diagonal[index] * unit.square())
 
     def _open(self, on: Tensor, batch: slice) -> _Open:
         index, valid = open_positions(on)
         unit, linear = (x * valid for x in self._elements_at(index, batch)[:2])
         eye = torch.eye(index.shape[1]).to(unit)
-        precision = self._own(batch).blocks(index) * unit[:, :, None] * unit[:, None, :]
+        precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :]
         precision = precision + eye * (1 + _rounding(precision))
         inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
@@ -167,19 +152,18 @@ class CollapsedQuadratic:
         if self._groups is None:
             return _log_integral(*self._slab(open_, batch)), open_.log_evidence
         elements, cross, rest = self._rest(open_, batch)
-        blocks = _picked(self._groups.blocks, batch)
-        factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit, blocks)
+        factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
         return factors, open_.log_evidence
 
     def _rest(self, open_: _Open, batch: slice) -> tuple[_Elements, Tensor, Tensor]:
         """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
         elements = self._elements(batch)
-        return elements, *_left(open_, elements, self._own(batch).rows(open_.index))
+        return elements, *_left(open_, elements, self.quadratic.rows(open_.index))
 
     def _slab(self, open_: _Open, batch: slice) -> tuple[Tensor, Tensor]:
         """Precision and linear term of each slab alone, in units of its scale, if its gate is open."""
         elements = self._elements(batch)
-        precision, linear = _closed(open_, elements, self._own(batch).rows(open_.index))
+        precision, linear = _closed(open_, elements, self.quadratic.rows(open_.index))
         of_open = open_.alone()
         return open_.placed(of_open[0], out=precision), open_.placed(of_open[1], out=linear)
 
@@ -269,23 +253,20 @@ class _Groups:
     gate_of: Tensor  # the gates of each element, shape (p, k)
     members: Tensor  # the elements of each gate, shape (G, m); 0 at a padding
     valid: Tensor  # where there is no padding
-    blocks: Tensor  # A among them, shape (1 or S, G, m, m)
+    blocks: Tensor  # A among them, shape (G, m, m)
 
     @staticmethod
     def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:
         """From the gates of each element."""
-        p = quadratic.linear.shape[-1]
-        if len(gate_of) != p or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
+        if gate_of.shape[:1] != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
             raise ValueError(
-                f"Expected gate_of to be the index of a gate for each of {p} elements, of dtype "
+                f"Expected gate_of to be the index of a gate for each of {len(quadratic.linear)} elements, of dtype "
                 f"torch.long and at least -1, but got shape {tuple(gate_of.shape)} and {gate_of.dtype}."
             )
         gates = torch.arange(int(gate_of.max()) + 1, device=gate_of.device)
         gate_of = gate_of.reshape(len(gate_of), -1)
         members, valid = open_positions((gate_of == gates[:, None, None]).any(-1))
-        if isinstance(quadratic, QuadraticOfEach):
-            return _Groups(gate_of, members, valid, quadratic.common_blocks(members))
-        return _Groups(gate_of, members, valid, quadratic.blocks(members)[None])
+        return _Groups(gate_of, members, valid, quadratic.blocks(members))
 
     def _switched(self, z: Tensor) -> Tensor:
         """The members that a gate switches while the others stay, shape ``(S, G, m)``: their other gates are open."""
@@ -295,13 +276,13 @@ class _Groups:
         return self.valid & (closed[:, self.gate_of].sum(-1)[:, self.members] == closed[:, :-1, None])
 
     def log_bayes_factors(
-        self, z: Tensor, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor, blocks: Tensor
+        self, z: Tensor, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor
     ) -> Tensor:
-        """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, the linear term that the open elements leave, and A."""
+        """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, and the linear term that the open elements leave."""
         switched = self._switched(z)
         unit = unit[:, self.members]
         columns = (cross[:, :, self.members] * unit[:, None]).movedim(1, 2)
-        blocks = blocks * unit[..., :, None] * unit[..., None, :]
+        blocks = self.blocks * unit[..., :, None] * unit[..., None, :]
         schur = blocks - columns.mT @ columns
         quadratic, log_root = _halves(schur, rest[:, self.members], switched, add=1 + _rounding(blocks))
         closed = quadratic - log_root

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -152,44 +152,6 @@ class DesignQuadratic:
         self._filled = torch.zeros(0, self.parts + 1, dtype=torch.bool, device=self.linear.device)
         self._slot = torch.full_like(self.linear, -1, dtype=torch.long)
         self._element = self._slot[:0]
-
-
-class QuadraticOfEach:
-    """A quadratic log likelihood for each of S chains: that number ``which``, shape ``(S,)``, of several.
-
-    They have the same elements and, if they are those of designs, the same anchors. Indices have a row for each chain.
-    """
-
-    def __init__(self, several: Sequence[Quadratic], which: Tensor) -> None:
-        self.several, self._which = several, which
-        self.linear = torch.stack([each.linear for each in several])[which]
-        self.diagonal = torch.stack([each.diagonal for each in several])[which]
-
-    def of(self, batch: slice) -> QuadraticOfEach:
-        """Those of some chains."""
-        return QuadraticOfEach(self.several, self._which[batch])
-
-    def rows(self, index: Tensor, parts: Tensor | None = None) -> Tensor:
-        """See :class:`Quadratic` and :class:`DesignQuadratic`."""
-        if parts is None:
-            return self._gathered(lambda each, own: each.rows(index[own]))
-        return self._gathered(lambda each, own: each.rows(index[own], parts[own]))  # type: ignore[call-arg]
-
-    def blocks(self, index: Tensor) -> Tensor:
-        """See :class:`Quadratic`."""
-        return self._gathered(lambda each, own: each.blocks(index[own]))
-
-    def common_blocks(self, index: Tensor) -> Tensor:
-        """Blocks at indices that all chains share, shape ``(G, k)`` to ``(S, G, k, k)``."""
-        return torch.stack([each.blocks(index) for each in self.several])[self._which]
-
-    def _gathered(self, some: Callable[[Quadratic, Tensor], Tensor]) -> Tensor:
-        """What is asked of each chain's own, in the order of the chains."""
-        order = self._which.argsort(stable=True)
-        numbers, counts = self._which.unique(return_counts=True)
-        each = zip(numbers.tolist(), order.split(counts.tolist()), strict=True)
-        found = torch.cat([some(self.several[number], own) for number, own in each])
-        return torch.empty_like(found).index_copy_(0, order, found)
 
 
 class SparseColumns:

@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.second_order import (
-    DesignQuadratic,
-    LogLikelihood,
-    Quadratic,
-    QuadraticOfEach,
-    laplace,
-    quadratic_at,
-)
+from pyro_l0.maths.second_order import DesignQuadratic, LogLikelihood, Quadratic, laplace, quadratic_at
 
 _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 
@@ -459,7 +452,6 @@ def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:
 
 # Share of the proposals that a walk in one dimension accepts at its best (Gelman, Roberts and Gilks 1996).
 _ACCEPTED = 0.44
-_NUMBER = 2  # the hyperparameter that is the number of a log likelihood
 
 
 class ScaleWalk(Target):
@@ -469,13 +461,12 @@ class ScaleWalk(Target):
     and slabs, shape ``(chains, 2)``, and Z the sum of the rates at which gates are tried. ``every`` few flips one of
     the ``unknown`` scales is proposed anew, a random step away, and accepted by the ratio of that product. The steps
     adapt to the accepted share during the warm-up. ``log_density`` is that of theta, with the part of the log
-    likelihood without gates. Of several log likelihoods each chain has one at a time, whose number is the third of
-    its hyperparameters, and which is proposed anew as often as a scale.
+    likelihood without gates.
     """
 
     def __init__(
         self,
-        quadratics: Sequence[Quadratic],
+        quadratic: Quadratic,
         prior: IndependentGates | BetaBinomialGates,
         log_density: Callable[[Tensor], Tensor],
         start: Tensor,
@@ -484,26 +475,20 @@ class ScaleWalk(Target):
         gate_of: Tensor | None = None,
         every: int = 2,
     ) -> None:
-        self._quadratics, self.prior, self._log_density = quadratics, prior, log_density
+        self._quadratic, self.prior, self._log_density = quadratic, prior, log_density
         self._unknown, self._gate_of, self._every = tuple(unknown), gate_of, every
         self._log_steps = [0.0 for _ in self._unknown]
         self._flips = 0
         self.hyper = start
         self._design: DesignQuadratic | None = None
-        first = quadratics[0]
-        if isinstance(first, DesignQuadratic) and gate_of is None and first.parts > 1:
-            self._design = first
-            self._part = torch.arange(len(start), device=start.device) % first.parts
-            if len(quadratics) > 1:  # of which all have the anchors of the first
-                self.set_anchors((first.part_of == first.parts).to(first.linear))
+        if isinstance(quadratic, DesignQuadratic) and gate_of is None and quadratic.parts > 1:
+            self._design = quadratic
+            self._part = torch.arange(len(start), device=start.device) % quadratic.parts
 
     def collapsed(self, theta: Tensor) -> CollapsedQuadratic:
-        """The likelihood and the slabs at hyperparameters of each chain, shape ``(S, 2)`` or ``(S, 3)``."""
-        noise, slab = theta[:, :2].exp().T
-        quadratic, last = self._quadratics[0], len(self._quadratics) - 1
-        if last:
-            quadratic = QuadraticOfEach(self._quadratics, theta[:, 2].long().clamp(0, last))
-        return CollapsedQuadratic(quadratic, slab[:, None], gate_of=self._gate_of, factor=noise**-2)
+        """The likelihood and the slabs at scales of each chain, shape ``(S, 2)``."""
+        noise, slab = theta.exp().T
+        return CollapsedQuadratic(self._quadratic, slab[:, None], gate_of=self._gate_of, factor=noise**-2)
 
     def logits(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.maths.tempered_gibbs.Target`."""
@@ -512,9 +497,8 @@ class ScaleWalk(Target):
 
     def set_anchors(self, running: Tensor) -> None:
         """See ``Target``."""
-        for quadratic in self._quadratics:
-            if self._design is not None and isinstance(quadratic, DesignQuadratic):
-                quadratic.set_anchors(running)
+        if self._design is not None:
+            self._design.set_anchors(running)
 
     def after_flip(self, z: Tensor, flipped: Tensor, generator: _Generator) -> None:
         """See ``Target``."""
@@ -533,12 +517,9 @@ class ScaleWalk(Target):
             return logits, rates
         turn = self._flips // self._every
         which = turn % len(self._unknown)
-        theta, unknown = self.hyper.clone(), self._unknown[which]
-        length, step = torch.tensor(self._log_steps[which]).exp().to(z), torch.randn(len(z), generator=generator).to(z)
-        if unknown == _NUMBER:  # any of them, as neighbours alone would be left slowly
-            theta[:, unknown] = torch.randint(len(self._quadratics), (len(z),), generator=generator).to(z)
-        else:
-            theta[:, unknown] += length * step
+        length = torch.tensor(self._log_steps[which]).exp().to(z)
+        theta = self.hyper.clone()
+        theta[:, self._unknown[which]] += length * torch.randn(len(z), generator=generator).to(z)
         new_logits, log_joint = self._at(theta, z)
         new_rates = self._rates(tried, values, new_logits)
         log_ratio = log_joint + new_rates.log_total - self._log_joint - rates.log_total

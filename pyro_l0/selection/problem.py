@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyro_l0.selection.design.background import Background
 
 # Of the variances of small effects and of noise, which are summed over.
-RATIOS = np.concatenate([[0.0], np.geomspace(0.02, 5.12, 9)])
+RATIOS = np.concatenate([[0.0], np.geomspace(0.02, 5.12, 5)])
 
 __all__ = ["RATIOS", "BackgroundEffects", "Draws", "Prior", "Problem", "SelectionPosterior"]
 

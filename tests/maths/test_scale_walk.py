@@ -36,7 +36,7 @@ def expected(nodes, regression=REGRESSION, rate=SPARSE):
 
 
 def sampled(unknown, start):
-    walk = ScaleWalk([REGRESSION.dense()], SPARSE, log_density, start.expand(CHAINS, 2), unknown=unknown)
+    walk = ScaleWalk(REGRESSION.dense(), SPARSE, log_density, start.expand(CHAINS, 2), unknown=unknown)
     z = torch.bernoulli(torch.full((CHAINS, 3), 0.3).double(), generator=seeded(1))
     return sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=600, warm_up=100, generator=seeded(2))
 
@@ -63,7 +63,7 @@ def test_an_effect_beyond_doubt():
     """The tempered chains close its gate every few flips: the scales must not follow, at any log odds."""
     strong = dataclasses.replace(REGRESSION, y=REGRESSION.y + 6 * REGRESSION.x[:, 0])
     start = torch.tensor([-0.2, -0.7], dtype=torch.float64).expand(CHAINS, 2)
-    walk = ScaleWalk([strong.dense()], SPARSE, lambda theta: log_density(theta, strong), start)
+    walk = ScaleWalk(strong.dense(), SPARSE, lambda theta: log_density(theta, strong), start)
     z = torch.ones(CHAINS, 3, dtype=torch.float64)
     logits = walk.logits(z)
     assert logits[:, 0].min() > 60
@@ -84,7 +84,7 @@ def test_subsets_of_gates(monkeypatch):
     monkeypatch.setattr(pyro_l0.maths.second_order, "_PART", 2)
     regression, rate = Regression.drawn(20, 6, 2, rho=0.9), prior(0.2)
     start = torch.zeros(CHAINS, 2, dtype=torch.float64)
-    walk = ScaleWalk([regression.wide()], rate, lambda theta: log_density(theta, regression), start)
+    walk = ScaleWalk(regression.wide(), rate, lambda theta: log_density(theta, regression), start)
     z, running = torch.zeros(CHAINS, 6, dtype=torch.float64), torch.full((6,), 0.2, dtype=torch.float64)
     run = sampled_target(walk, z, running, flips=400, warm_up=100, generator=seeded(3))
     axes = [torch.linspace(low, high, 13).double() for low, high, _ in RANGES]
@@ -106,7 +106,7 @@ def test_copies_in_subsets_of_gates(monkeypatch):
     z, running = torch.zeros(CHAINS, 600, dtype=torch.float64), torch.full((600,), 0.002, dtype=torch.float64)
     known = torch.zeros(CHAINS, 2, dtype=torch.float64)
     design = DesignQuadratic(x.T, x.T @ y)
-    walk = ScaleWalk([design], prior(0.002), lambda theta: torch.zeros_like(theta[:, 0]), known, unknown=())
+    walk = ScaleWalk(design, prior(0.002), lambda theta: torch.zeros_like(theta[:, 0]), known, unknown=())
     run = sampled_target(walk, z, running, flips=300, warm_up=100, adapts=False, generator=generator)
     copies = run.active_probs[:40]
     assert copies.sum() == pytest.approx(1.0, abs=0.1)

@@ -30,10 +30,10 @@ def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> t
     """
     if method == "auto":
         few = _FEW_GAUSSIAN if problem.family.has_closed_form else _FEW + (len(problem.y) <= _SHORT)
-        few -= 3 * (problem.background is not None)  # a sum for each ratio
+        few -= 2 * (problem.background is not None)  # a sum for each ratio
         method = "enumerate" if problem.gates <= few and not problem.is_sampled else "tempered"
     if not problem.gates and not problem.is_sampled:
         method = "enumerate"  # the one gate vector that there is
-    if problem.background is not None and method == "enumerate":
-        return mixed_posterior(problem, enumerate_posterior, draws=draws, seed=seed), method
+    if problem.background is not None:
+        return mixed_posterior(problem, METHODS[method], draws=draws, seed=seed), method
     return METHODS[method](problem, draws=draws, seed=seed), method

@@ -24,7 +24,7 @@ from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
-from pyro_l0.selection.problem import RATIOS, BackgroundEffects, Draws, Prior, Problem, SelectionPosterior
+from pyro_l0.selection.problem import Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
@@ -264,7 +264,7 @@ class _Walk(ScaleWalk):
         quadratic, self._ungated = likelihood.expanded(problem.gated, problem.ungated, precision, eta)
         slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
         super().__init__(
-            [quadratic],
+            quadratic,
             prior.gates(),
             lambda theta: prior.log_slab(theta[:, 1]),
             torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
@@ -301,7 +301,6 @@ def _log_marginal(walk: ScaleWalk, prior: Prior, run: GibbsRun) -> Callable[[Ten
 # Gate vectors that moments are averaged over: as many as there is time for, between these; so many with groups.
 _FEWEST, _MOST, _OF_GROUPS = 500, 20_000, 2000
 _ENTRIES = 2**22  # numbers in all of these, and in the largest array of a step
-_OF_RATIO = 2  # the hyperparameter that says which of the regressions that a problem mixes is meant
 
 
 @torch.no_grad()
@@ -315,8 +314,7 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     effort = Effort.of(problem.x.shape[1])
     if not problem.family.has_closed_form:
         return expanded_posterior(problem, effort, draws, generator)
-    given, log_weights = problem.given_ratios
-    evidence = [GaussianEvidence(each) for each in given]
+    evidence = GaussianEvidence(problem)
     walk = _walk(problem, effort)
     run = sampled_walk(walk, problem.gates, effort.flips, generator)
     if problem.gate_of is None:
@@ -324,49 +322,21 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
             run = exchanged(walk, run, generator)
         moments = _moments(walk, run, generator)
     else:
-        picked = resampled(run.weights, _OF_GROUPS, generator)
-        z, number = run.gates[picked], _number(run)[picked]
-        weight = torch.full((len(z),), 1 / len(z), dtype=torch.float64)
-        each = [evidence[k].moments(z[number == k], weight[number == k]) for k in number.unique().tolist()]
-        first, second = (torch.stack(parts).sum(0) for parts in zip(*each, strict=True))
-        moments = rescaled(problem, run.active_probs, z.double().mean(0), (first, second))
-    seen = _number(run).unique().tolist()
-
-    def log_marginal(z: Tensor) -> Tensor:
-        return torch.stack([log_weights[k] + evidence[k].log_marginal(z) for k in seen]).logsumexp(0)
-
-    log_evidence = chain_evidence(log_marginal, walk, run, generator)
-    picked = resampled(run.weights, draws, generator)
-    z, number = run.gates[picked], _number(run)[picked]
-    parts = [evidence[k].draws(z[number == k], generator) for k in number.unique().tolist()]
-    found = Draws.joined(parts, number.argsort(stable=True).numpy())
-    background = None
-    if problem.background is not None:
-        ratio = RATIOS[number.numpy()]
-        probs = torch.bincount(_number(run), run.weights, len(RATIOS)).numpy()
-        mean = problem.background.mean(ratio[:, None], found.coefficients.toarray()).mean(0)
-        found, background = found._replace(ratio=ratio), BackgroundEffects(RATIOS, probs, mean)
-    error = run.standard_error()
-    return SelectionPosterior.of(run.active_probs, moments, log_evidence, found, error, background=background)
-
-
-def _number(run: GibbsRun) -> Tensor:
-    """Which of the regressions that a problem mixes the chains were at, shape ``(N,)``."""
-    return run.hyper[:, _OF_RATIO:].sum(1).long()
+        z = run.gates[resampled(run.weights, _OF_GROUPS, generator)]
+        moments = evidence.moments(z, torch.full((len(z),), 1 / len(z), dtype=torch.float64))
+        moments = rescaled(problem, run.active_probs, z.double().mean(0), moments)
+    log_evidence = chain_evidence(evidence.log_marginal, walk, run, generator)
+    found = evidence.draws(run.gates[resampled(run.weights, draws, generator)], generator)
+    return SelectionPosterior.of(run.active_probs, moments, log_evidence, found, run.standard_error())
 
 
 def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
     prior, n, square = problem.prior, problem.size, float(problem.y @ problem.y)
-    given, log_weights = problem.given_ratios
-    squares, last = torch.stack([each.y @ each.y for each in given]), len(given) - 1
 
     def log_density(theta: Tensor) -> Tensor:
         """Of the logarithms of noise and slab scale, with the part of the log likelihood that has no gates."""
-        noise, slab = theta[:, :_OF_RATIO].unbind(1)
-        number = theta[:, _OF_RATIO:].sum(1).long().clamp(0, last)
-        total = -n * noise - 0.5 * squares[number] * (-2 * noise).exp() + log_weights[number]
-        if last:
-            total = torch.where(theta[:, _OF_RATIO] == number, total, -math.inf)
+        noise, slab = theta.unbind(1)
+        total = -n * noise - 0.5 * square * (-2 * noise).exp()
         if prior.noise_scale is None:
             total = total + prior.log_noise(noise)
             total = torch.where(noise >= math.log(smallest_noise(n, square)), total, -math.inf)
@@ -374,17 +344,12 @@ def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
 
     first_noise = math.sqrt(square / n) if prior.noise_scale is None else prior.noise_scale
     first_slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
-    start = torch.tensor([math.log(first_noise), math.log(first_slab)], dtype=torch.float64).expand(effort.chains, 2)
-    unknown = [i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None]
-    if last:
-        start = torch.cat([start, torch.arange(effort.chains)[:, None] % len(given)], 1)
-        unknown.append(_OF_RATIO)
     return ScaleWalk(
-        [each.quadratic for each in given],
+        problem.quadratic,
         prior.gates(),
         log_density,
-        start,
-        unknown=unknown,
+        torch.tensor([math.log(first_noise), math.log(first_slab)], dtype=torch.float64).expand(effort.chains, 2),
+        unknown=[i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None],
         gate_of=problem.gate_of,
         every=effort.every,
     )
