@@ -1,6 +1,5 @@
-"""examples/lora_rank.py: ranks and merged weights of a quick run, and that gates choose better than equal ranks."""
+"""examples/lora_rank.py: ranks and merged weights of a quick run."""
 
-import statistics
 import sys
 
 import pytest
@@ -26,17 +25,6 @@ def test_quick_run(tmp_path, capsys, libraries):
         assert 0 < result.error <= 100
     assert (tmp_path / "lora_rank.png").stat().st_size > 1000
     assert len(capsys.readouterr().out.splitlines()) == 10
-
-
-@pytest.mark.slow
-def test_gates_lose_less_than_equal_ranks(tmp_path, libraries):
-    """On average over three seeds and both tasks: 0.28 and 0.35 nats, where the mean's error is 0.02."""
-    results = lora_rank.main(Options(out=tmp_path))
-    gated, equal = (
-        statistics.mean(r.loss for task in lora_rank.TASKS for r in results[task, kind])
-        for kind in ("gates", "equal ranks")
-    )
-    assert gated < equal
 
 
 def test_missing_libraries_are_named(tmp_path, monkeypatch):

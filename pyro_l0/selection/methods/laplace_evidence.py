@@ -117,9 +117,10 @@ _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at 
 _REACH = 0.03
 
 # By how much importance weights may change means, in deviations, and the probabilities beyond the ends of a 90 %
-# interval, where .025 is a fifth of a deviation. Coefficients that are open in a smaller share of draws do not count,
-# nor do draws beyond so many linear predictors.
-_OF_MEANS, _OF_TAILS = 0.1, 0.025
+# interval, where .02 is a sixth of a deviation. Where coefficients are skewed, they see half of it, as normal draws do
+# not reach the tail. Coefficients that are open in a smaller share of draws do not count, nor do draws beyond so many
+# linear predictors.
+_OF_MEANS, _OF_TAILS = 0.1, 0.02
 _SEEN, _PREDICTORS = 0.05, 2**21
 FEWEST, _FEWEST = 500, 100  # draws that tell, and those that do where the observations are very many
 _ENOUGH = 0.15  # share of draws that weights are worth, from which the evidence can be told

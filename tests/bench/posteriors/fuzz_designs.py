@@ -8,6 +8,7 @@ Families with parameters of their own are compared with repeated rows and permut
 
 import argparse
 import itertools
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -385,3 +386,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     wrong, unsure = run(arguments.cases, arguments.seed)
     print(f"seed {arguments.seed}: {wrong} of {arguments.cases} cases differ, {unsure} have no sure answer")
+    sys.exit(bool(wrong))

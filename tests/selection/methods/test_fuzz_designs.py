@@ -7,8 +7,9 @@ from tests.bench.posteriors.fuzz_designs import of_case
 SEED = 7
 
 
-@pytest.mark.parametrize("number", range(30))
-def test_random_designs(number):
+# The last one's labels nearly separate: Laplace's approximation leaves .10 beyond an end of its interval.
+@pytest.mark.parametrize(("seed", "number"), [*((SEED, i) for i in range(30)), (0, 326)])
+def test_random_designs(seed, number):
     """Against closed forms, importance sampling, repeated rows, permuted columns and predictions by hand."""
-    kind, found = of_case(SEED, number)
-    assert found == [], f"case {number} of seed {SEED}, {kind}"
+    kind, found = of_case(seed, number)
+    assert found == [], f"case {number} of seed {seed}, {kind}"
