@@ -65,7 +65,8 @@ strip_signature_backslash = True  # without it, attributes lose the underscore a
 # Every name in a signature or a text is a link, but for these: names of types that a docstring describes where it takes
 # one, and what only people who extend the engine meet.
 nitpicky = True
-_TYPES = """Coefficient Cost Error EstimatorName Example Family GateObjective GatePosterior Kind Location Loss Net
+_TYPES = """Background BackgroundEffects Coefficient Cost Error
+EstimatorName Example Family GateObjective GatePosterior Kind Location Loss Net
 Budgets Integers Number Objective OnBudget Rates Rule Run SiteSummary GateSite Trainer _size CONSTANT JointDraw"""
 nitpick_ignore_regex = [
     ("py:.*", "|".join(_TYPES.split())),

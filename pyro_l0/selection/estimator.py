@@ -35,7 +35,7 @@ from pyro_l0.selection.predictive import (
     to_inference_data,
     variances,
 )
-from pyro_l0.selection.problem import SelectionPosterior
+from pyro_l0.selection.problem import RATIOS, BackgroundEffects, SelectionPosterior
 
 if TYPE_CHECKING:
     import arviz
@@ -339,8 +339,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             Arrays by name, ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly
             0; ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
             ``slab_scale``, ``rate`` if it is one for all, and, where the family has noise, ``noise_scale``, shape
-            ``(n,)`` each, or ``(n, K)`` for the noise of several responses; and what else the family has, such as
-            ``dispersion``.
+            ``(n,)`` each, or ``(n, K)`` for the noise of several responses; what else the family has, such as
+            ``dispersion``; and with a background the small effects, ``background``, shape ``(n, p)``, which add to
+            ``coef``, and ``background_ratio``, shape ``(n,)``.
         """
         check_is_fitted(self)
         expect_count(1, n=n)
@@ -355,7 +356,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         scales = {name: getattr(draws, name) for name in ("slab_scale", "rate", "noise_scale")}
         known = {name: values for name, values in scales.items() if not np.isnan(values).any()}
         if draws.background is not None:
-            known["background"] = draws.background
+            known |= {"background": draws.background, "background_ratio": draws.ratio}
         return {**found, **known, **draws.learned}
 
     def sample_y(
@@ -488,8 +489,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             values, known = getattr(raw.draws, name), getattr(design.problem.prior, name)
             if not np.isnan(values).any():
                 setattr(self, f"{name}_", known if isinstance(known, float) else values.mean(0))
-        if raw.background is not None:
-            effects = raw.background
+        if hasattr(self, "background"):
+            effects = raw.background or BackgroundEffects(RATIOS[:1], np.ones(1), np.zeros(len(self._gate_of)))
             self.background_ = dict(zip(effects.ratios.tolist(), effects.probs.tolist(), strict=True))
             self.background_coef_ = effects.mean
         for name, values in raw.draws.learned.items():
@@ -553,8 +554,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _mean(self, x: Array, offset: Array | None) -> Array:
         """Posterior means of the linear predictors of new observations, shape ``(m,)`` or ``(m, K)``."""
-        coef = self.coef_ + self.background_coef_ if self.draws_.background is not None else self.coef_
-        found: Array = x @ coef.T + self.intercept_
+        found: Array = x @ (self.coef_ + getattr(self, "background_coef_", 0.0)).T + self.intercept_
         return found if offset is None else found + offset.reshape(found.shape)
 
     def _validated_new(self, x: ArrayLike, offset: ArrayLike | None) -> tuple[Array, Array | None]:

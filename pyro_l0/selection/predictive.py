@@ -111,6 +111,7 @@ def to_inference_data(
         dims={
             "z": [gate],
             "coef": [*outputs, "feature"],
+            "background": ["feature"],
             "intercept": outputs,
             **{name: ["observation", "output"][: values.ndim] for name, values in observed.items()},
             "noise_scale": outputs[: sample.get("noise_scale", y).ndim - 1],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyro_l0.selection.design.background import Background
 
 # Of the variances of small effects and of noise, which are summed over.
-RATIOS = np.concatenate([[0.0], np.geomspace(0.02, 5.12, 5)])
+RATIOS = np.array([0.0, 0.02, 0.08, 0.32, 1.28, 5.12])
 
 __all__ = ["RATIOS", "BackgroundEffects", "Draws", "Prior", "Problem", "SelectionPosterior"]
 
@@ -70,12 +70,12 @@ class Draws(NamedTuple):
         return Draws(**found, learned={name: values[index] for name, values in self.learned.items()})
 
     @staticmethod
-    def joined(parts: Sequence[Draws], order: NDArray[np.intp]) -> Draws:
-        """Several sets of draws without further parameters, put at their places."""
+    def joined(parts: Sequence[Draws], index: NDArray[np.intp]) -> Draws:
+        """Rows of several sets of draws without further parameters, one set behind the other."""
         coefficients = csr_array(vstack([part.coefficients for part in parts]))
         each = zip(*((part.intercept, part.slab_scale, part.noise_scale, part.rate) for part in parts), strict=True)
         intercept, slab_scale, noise_scale, rate = map(np.concatenate, each)
-        return Draws(coefficients, intercept, slab_scale, noise_scale, rate).rows(np.argsort(order))
+        return Draws(coefficients, intercept, slab_scale, noise_scale, rate).rows(index)
 
 
 class BackgroundEffects(NamedTuple):
@@ -127,13 +127,12 @@ class SelectionPosterior(Trust):
         draws: Draws,
         error: Tensor,
         problems: tuple[str, ...] = (),
-        background: BackgroundEffects | None = None,
     ) -> SelectionPosterior:
         """From tensors, and means of the coefficients and of their squares."""
         mean, square = moments
         sd = (square - mean.square()).clamp(min=0).sqrt()
         parts = active_probs.numpy(), mean.numpy(), sd.numpy(), draws.intercept.mean(0)
-        return SelectionPosterior(*parts, log_evidence, draws, error.numpy(), problems, background)
+        return SelectionPosterior(*parts, log_evidence, draws, error.numpy(), problems)
 
 
 @dataclass(frozen=True)
@@ -246,14 +245,6 @@ class Problem:
     def likelihood(self) -> Likelihood:
         """That of the observations, by linear predictors without the offset."""
         return self.family.likelihood(self.y, self.weight, self.offset, self.prior.noise_unit)
-
-    @cached_property
-    def given_ratios(self) -> tuple[tuple[Problem, ...], Tensor]:
-        """The regressions without a background that this one is a mixture of, and the logs of their weights."""
-        if self.background is None:
-            return (self,), torch.zeros(1, dtype=torch.float64)
-        problems, log_weights = zip(*(self.background.given(self, k) for k in range(len(RATIOS))), strict=True)
-        return problems, torch.tensor(log_weights, dtype=torch.float64)
 
     @property
     def outputs(self) -> int:

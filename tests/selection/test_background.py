@@ -12,7 +12,7 @@ from tests.selection.references import by_densities
 N, NOISE, SLAB = 30, 0.7, 0.6
 RATES = [0.3, 0.4, 0.2, 0.5, 0.3]
 KNOWN = {"noise_scale": NOISE, "slab_scale": SLAB, "random_state": 0, "rate": RATES, "background": True}
-RATIOS = [0.0, *(0.02 * 4**k for k in range(5))]
+RATIOS = [0.0, 0.02, 0.08, 0.32, 1.28, 5.12]
 PRIOR = [0.5] + [0.1] * 5
 
 
@@ -52,16 +52,21 @@ def reference(x, y, rates=RATES, *, standardize=False, covariance=None, always=N
     return known, special.softmax(log), special.logsumexp(log)
 
 
-def assert_exact(model, found, divisor=1.0, sd=1e-8):
+def assert_exact_pips(model, found):
     known, probs, log_evidence = found
+    assert [*model.background_] == RATIOS
     np.testing.assert_allclose([*model.background_.values()], probs, atol=1e-8)
-    np.testing.assert_allclose([*model.background_], RATIOS)
     np.testing.assert_allclose(model.pip_, probs @ [each.pips for each in known], atol=1e-8)
+    assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-8)
+
+
+def assert_exact(model, found, divisor=1.0, sd=1e-8):
+    assert_exact_pips(model, found)
+    known, probs, _ = found
     mean = probs @ [each.mean for each in known]
     np.testing.assert_allclose(model.coef_ * divisor, mean, atol=1e-8)
     square = probs @ [each.mean**2 + each.sd**2 for each in known]
     np.testing.assert_allclose(model.coef_sd_ * divisor, np.sqrt(square - mean**2), atol=sd)
-    assert model.log_evidence_ == pytest.approx(log_evidence, abs=1e-8)
 
 
 @pytest.mark.parametrize("standardize", [True, False])
@@ -88,6 +93,33 @@ def test_groups_and_correlated_noise():
     parameters = {**KNOWN, "rate": [0.3, 0.4], "groups": [0, 0, 1, 1, 1], "standardize": False}
     model = SpikeSlabRegressor(**parameters).fit(x, y, noise_covariance=covariance)
     assert_exact(model, reference(x, y, [0.3, 0.4], covariance=covariance, gate_of=[0, 0, 1, 1, 1]))
+
+
+def test_the_unit_of_a_covariance_does_not_matter():
+    x, y = data()
+    covariance = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
+    models = [
+        SpikeSlabRegressor(rate=RATES, background=True, random_state=0).fit(x, y, noise_covariance=unit * covariance)
+        for unit in (1.0, 100.0)
+    ]
+    np.testing.assert_allclose(*[[*model.background_.values()] for model in models], atol=1e-6)
+    np.testing.assert_allclose(*[model.pip_ for model in models], atol=1e-6)
+
+
+def test_categories():
+    """The dummies of a factor have the variance of a number; one of two levels is a 0/1 column."""
+    x, y = data()
+    number, letters = x[:, 0], np.array(list("abc") * 10)
+    two = letters == "a"
+    parameters = {"noise_scale": NOISE, "slab_scale": SLAB, "rate": 0.3, "random_state": 0, "background": True}
+    model = SpikeSlabRegressor(**parameters).fit(pd.DataFrame({"x": number, "c": pd.Categorical(letters)}), y)
+    dummies = np.stack([letters == level for level in "abc"], 1) * 1.0
+    columns = np.c_[number / number.std(), dummies / np.sqrt(dummies.var(0).sum())]
+    assert_exact_pips(model, reference(columns, y, [0.3, 0.3], gate_of=[0, 1, 1, 1]))
+    pair = [pd.Categorical(two), two.astype(float)]
+    models = [SpikeSlabRegressor(**parameters).fit(pd.DataFrame({"x": number, "c": c}), y) for c in pair]
+    np.testing.assert_allclose(*[model.pip_ for model in models], atol=1e-8)
+    np.testing.assert_allclose(*[[*model.background_.values()] for model in models], atol=1e-8)
 
 
 def test_unknown_scales():
@@ -142,7 +174,9 @@ def test_joint_draws_and_predictions():
     np.testing.assert_allclose(sd, np.sqrt(of_draws.var(0) + NOISE**2), rtol=1e-6)
     ends = model.predict_quantiles(new, [0.05, 0.95])
     np.testing.assert_allclose(ends, mean[:, None] + sd[:, None] * [-1.645, 1.645], atol=0.15)
-    assert model.to_arviz().posterior["background"].shape == (1, 1000, 5)
+    posterior = model.to_arviz().posterior
+    assert posterior["background"].dims == ("chain", "draw", "feature")
+    assert posterior["background_ratio"].shape == (1, 1000)
 
 
 def test_other_forms_of_the_data():
@@ -182,8 +216,13 @@ def test_chains():
     assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.1)
 
 
-def test_no_feature_with_a_gate():
+def test_without_any():
+    """Where no feature has a gate, and in a later fit without a background."""
     x, y = data()
     model = SpikeSlabRegressor(background=True, rate=1.0, random_state=0).fit(x, y)
-    assert not hasattr(model, "background_")
-    np.testing.assert_allclose(model.predict(x), SpikeSlabRegressor(rate=1.0).fit(x, y).predict(x))
+    plain = SpikeSlabRegressor(rate=1.0, random_state=0).fit(x, y)
+    np.testing.assert_allclose(model.predict(x), plain.predict(x))
+    again = SpikeSlabRegressor(**KNOWN).fit(x, y).set_params(background=False, rate=0.3).fit(x[:, :3], y)
+    for each, p in ((model, 5), (plain, 5), (again, 3)):
+        assert each.background_ == {0.0: 1.0}
+        assert each.background_coef_.tolist() == [0.0] * p

@@ -39,14 +39,16 @@ class Background:
             x, y = pad(x, (0, 0, 0, 1)), torch.cat([along, (y - left @ along).norm()[None]])
         sizes, vectors = torch.linalg.eigh(x @ x.T)
         self._x, self._y = vectors.T @ x, vectors.T @ y
-        self._share = 1 / float((draft.deviation[: draft.gated] ** 2).sum())  # 1 / m
+        # 1 / m, in units of the noise's mean variance.
+        noise = 1.0 if draft.root is None else float((draft.root**2).sum()) / len(draft.root)
+        self._share = noise / float(draft.variance[: draft.gated].sum())
         self._sizes = sizes.clamp(min=0) * self._share
 
     def given(self, problem: Problem, number: int) -> tuple[Problem, float]:
         """The regression with noise made independent, given a ratio, and the logarithm of its weight."""
         root = (1 + RATIOS[number] * self._sizes).rsqrt()
         prior = math.log((1 - _NONE) / (len(RATIOS) - 1) if number else _NONE)
-        found = replace(problem, x=root[:, None] * self._x, y=root * self._y, sparse=None, background=None)
+        found = replace(problem, x=root[:, None] * self._x, y=root * self._y, background=None)
         return found, float(root.log().sum()) + prior
 
     def mean(self, ratio: Array, coefficients: Array) -> Array:

@@ -43,6 +43,7 @@ class Draft:
     fit_intercept: bool = True
     background: bool = False  # whether each feature has a small effect, too
     deviation: Array = field(init=False)  # of the features since they are centred, shape (p,); 0 for a constant
+    variance: Array = field(init=False)  # of each column since features are scaled, shape (p,)
     always: int = field(default=0, init=False)  # how many of the features, the last ones, are always in
     taken: float = field(default=0.0, init=False)  # observations that flat priors take
 

@@ -114,6 +114,7 @@ class Scale(Step):
         draft.names = [draft.names[j] for j in self._kept.tolist()]
         self._divisor = draft.deviation if draft.standardize else np.ones(len(self._kept))
         draft.deviation = draft.deviation / self._divisor
+        draft.variance = (each[self._kept] / self._divisor) ** 2
         if isinstance(draft.x, SparseColumns):
             draft.x = draft.x[torch.from_numpy(self._kept)].divided(self._divisor)
         else:

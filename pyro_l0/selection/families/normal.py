@@ -50,7 +50,8 @@ class Correlated(Gaussian):
     def sample(self, eta: Array, random: np.random.Generator, **parameters: Array) -> Array:
         raise ValueError(
             "Expected a fit that tells the noise of new observations, but noise_covariance tells that of the fitted "
-            "rows; predict their means, or add noise of your own to sample()'s coef @ X.T + intercept."
+            "rows; predict their means, or add noise of your own to sample()'s coef @ X.T + intercept, "
+            "and background @ X.T where there is a background."
         )
 
     def variance(self, eta: Array, **parameters: Array) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from pyro_l0.selection.families.family import Array
 from pyro_l0.selection.problem import RATIOS, BackgroundEffects, Draws, Problem, SelectionPosterior
 
-_NEGLIGIBLE = 0.01  # probability of a ratio from which on its problems are those of the mixture
+_NEGLIGIBLE = 1e-3  # probability of a ratio from which on its problems are those of the mixture
 _LOG_EVIDENCE = 0.1  # standard error of that of chains, in nats, as seeds differ on 500 observations of 120 features
 
 
@@ -22,9 +22,11 @@ def mixed_posterior(
     do; how probable each is, they would have from their starts.
     """
     assert problem.background is not None
-    given, log_weights = problem.given_ratios
-    found = [method(each, draws=draws, seed=seed) for each in given]
-    log_evidence = log_weights.numpy() + [each.log_evidence for each in found]
+    found, log_evidence = [], np.zeros(len(RATIOS))
+    for k in range(len(RATIOS)):
+        given, log_weight = problem.background.given(problem, k)
+        found.append(method(given, draws=draws, seed=seed + k))
+        log_evidence[k] = log_weight + found[k].log_evidence
     probs = np.exp(log_evidence - np.logaddexp.reduce(log_evidence))
 
     def averaged(values: list[Array]) -> Array:
@@ -38,9 +40,8 @@ def mixed_posterior(
     mean = averaged([each.mean for each in found])
     square = averaged([each.sd**2 + each.mean**2 for each in found])
     effects = probs @ problem.background.mean(RATIOS[:, None], np.stack([each.mean[:, 0] for each in found]))
-    number = np.random.default_rng(seed).choice(len(RATIOS), draws, p=probs)
-    parts = [each.draws.rows(np.arange((number == k).sum())) for k, each in enumerate(found)]
-    drawn = Draws.joined(parts, np.argsort(number, kind="stable"))
+    number = np.random.default_rng([seed, 1]).choice(len(RATIOS), draws, p=probs)
+    drawn = Draws.joined([each.draws for each in found], number * draws + np.arange(draws))
     return SelectionPosterior(
         probs @ active,
         mean,
