@@ -157,12 +157,16 @@ Found = dict[str, list[tuple[Value, int]]]
 """By path, what a module returns at each call, and the dimension of its units."""
 
 
-def _gate(outputs: Sequence[tuple[Value, int]]) -> L0Gate | None:
-    """A gate for the units at every call, counted from the front or from the end; None if no dimension has them all."""
+def _dim_of(outputs: Sequence[tuple[Value, int]]) -> int | None:
+    """The dimension of the units at every call, counted from the front or the end; None if none has them all."""
     value, dim = outputs[0]
     dims = [dim - value.rank, dim] if dim == value.rank - 1 else [dim, dim - value.rank]
-    fitting = (d for d in dims if all(d in (own, own - other.rank) for other, own in outputs))
-    found = next(fitting, None)
+    return next((d for d in dims if all(d in (own, own - other.rank) for other, own in outputs)), None)
+
+
+def _gate(outputs: Sequence[tuple[Value, int]]) -> L0Gate | None:
+    """A gate for the units at every call; None if no dimension has them all."""
+    (value, dim), found = outputs[0], _dim_of(outputs)
     return None if found is None else L0Gate(value.shape[dim], dim=found, init_jitter=0.0)
 
 
@@ -174,7 +178,7 @@ def _streams(maps: Maps, found: Found, gates: Mapping[str, L0Gate]) -> dict[str,
         streams.setdefault(tuple(units[maps.axes[value][dim].dimension].tolist()), []).append(path)
     shared: dict[str, L0Gate] = {}
     for paths in streams.values():
-        together = _gate([output for path in paths for output in found[path]])
+        together = _gate([output for path in paths for output in found[path]]) if len(paths) > 1 else None
         of_dim: dict[int, L0Gate] = {}
         for path in paths:
             shared[path] = together or of_dim.setdefault(gates[path].dim, gates[path])
@@ -211,7 +215,7 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
                 refused[path] = why[0]
             elif not calls.are_same_units(outputs):
                 refused[path] = f"it is called {len(own)} times, on different units"
-            elif outputs and _gate(outputs) is None:
+            elif outputs and _dim_of(outputs) is None:
                 refused[path] = f"it is called {len(own)} times, with its units in several dimensions"
             elif outputs and len(outputs) == len(values):
                 found[path] = outputs
