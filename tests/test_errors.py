@@ -60,11 +60,13 @@ def of_largest(results, probs_of=lambda result: result.active_probs()["z"]):
     check([float((probs_of(result) - EXACT).abs().max()) / result.error for result in results])
 
 
+@pytest.mark.slow
 def test_refined_posterior():
     guide = AutoSpikeSlab(model, SLAB)
     of_largest([guide.refine(seed=seed, chains=8, flips=70) for seed in range(SEEDS)])
 
 
+@pytest.mark.slow
 def test_a_check_by_chains():
     """Of a guide that has not been trained."""
     guide = AutoSpikeSlab(model, SLAB, slabs="structured")

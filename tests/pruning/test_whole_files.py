@@ -140,6 +140,7 @@ with hold(pathlib.Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_another_run_holds_is_refused(tmp_path):
     """In another process and in this one; whoever ended holds nothing, whatever it left behind."""
     path = tmp_path / "run.pt"

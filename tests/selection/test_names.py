@@ -93,6 +93,7 @@ def test_other_columns_are_refused(names, method):
     np.testing.assert_array_equal(getattr(model, method)(moved[frame.columns]), right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [[2, 0, 1], [1, 0, 2]])
 def test_offsets_by_the_names_of_classes_and_responses(order):
     x, y = three_classes(60)

@@ -299,7 +299,10 @@ def test_a_loss_without_gradients_is_that_of_the_particles(name):
     assert elbo.loss(model, guide) == pytest.approx(1.0, abs=0.3)  # variance 1.5, four standard errors
 
 
-@pytest.mark.parametrize("name", ["score_function", "arm", "rebar", "straight_through"])
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("arm", "rebar")]
+
+
+@pytest.mark.parametrize("name", ["score_function", "straight_through", *LONG])
 def test_every_particle_has_its_own_draw_of_all_latents(name):
     """The variance of the loss falls as one over the particles, also where it comes from a latent that is no gate.
 

@@ -465,6 +465,7 @@ def sites():
     observe(sum((z[i] * w[i]).unsqueeze(-1) * X[:, i] for i in range(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 1.0])
 @pytest.mark.parametrize("named", [True, False])
 def test_an_observed_gate(value, named):
@@ -549,6 +550,7 @@ def test_centred_varying_slopes():
     close(check_fit(model, guide, seed=0).active_probs["z"], right, 0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", [dist.LogNormal(-0.5, 0.5), dist.HalfNormal(1.0), dist.Laplace(0.0, 0.5)], ids=repr)
 def test_slabs_that_are_not_normal(prior):
     """Refused by what integrates them out; the sampler that is named is right, by quadrature of two features."""
