@@ -65,7 +65,7 @@ strip_signature_backslash = True  # without it, attributes lose the underscore a
 # Every name in a signature or a text is a link, but for these: names of types that a docstring describes where it takes
 # one, and what only people who extend the engine meet.
 nitpicky = True
-_TYPES = """Background BackgroundEffects Coefficient Cost Error
+_TYPES = """Background SparseColumns Coefficient Cost Error
 EstimatorName Example Family GateObjective GatePosterior Kind Location Loss Net
 Budgets Integers Number Objective OnBudget Rates Rule Run SiteSummary GateSite Trainer _size CONSTANT JointDraw"""
 nitpick_ignore_regex = [
@@ -74,7 +74,7 @@ nitpick_ignore_regex = [
     (
         "py:class",
         r"pyro_l0\..*(State|GateChange|LayerFold|GatePosterior|JointDraws?|JointSample|Collapsed|Alignment|Stay|Loader|Record|Run"
-        r"|Evaluation|UnitProbs|Likelihood|InferenceTarget)",
+        r"|Evaluation|UnitProbs|Likelihood|InferenceTarget|BackgroundEffects)",
     ),
     (
         "py:class",

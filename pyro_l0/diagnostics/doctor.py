@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -430,7 +429,7 @@ def batch_norm_of_another_network(training: Training) -> Seen:
         return
     fixed = fix_gates(training.network, training.guide.test_gates()).eval()
     layers = {name: x for name, x in fixed.named_modules() if isinstance(x, _BatchNorm) and x.running_mean is not None}
-    before = copy.deepcopy(layers)
+    before = {name: _statistics(layer) for name, layer in layers.items()}
     for layer in layers.values():
         layer.reset_running_stats()
         layer.momentum = None  # the mean over batches
@@ -440,10 +439,7 @@ def batch_norm_of_another_network(training: Training) -> Seen:
             inputs = arguments_of(batch)[0]
             fixed(*inputs) if isinstance(inputs, tuple | list) else fixed(inputs)
     for name, layer in layers.items():
-        (old_mean, old_variance, seen), (new_mean, variance, renewed) = (
-            (x.get_buffer("running_mean"), x.get_buffer("running_var"), int(x.get_buffer("num_batches_tracked")))
-            for x in (before[name], layer)
-        )
+        (old_mean, old_variance, seen), (new_mean, variance, renewed) = before[name], _statistics(layer)
         alive = variance > _ALIVE * variance.max()
         is_young = training.steps is not None and max(training.steps, seen) < _YOUNG
         if not renewed or is_young or not bool(alive.any()):
@@ -454,6 +450,12 @@ def batch_norm_of_another_network(training: Training) -> Seen:
             words = f"running means are {mean:.2g} standard deviations and running variances a factor of "
             words += f"{math.exp(min(scale, 50.0)):.3g} from those of the batches under the deterministic gates."
             yield name, words
+
+
+def _statistics(layer: nn.Module) -> tuple[Tensor, Tensor, int]:
+    """The running mean and variance of a BatchNorm layer, and how many batches they are of."""
+    mean, variance = (layer.get_buffer(name).clone() for name in ("running_mean", "running_var"))
+    return mean, variance, int(layer.get_buffer("num_batches_tracked"))
 
 
 _ERROR_DRAWS = 8

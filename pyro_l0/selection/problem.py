@@ -24,10 +24,10 @@ from pyro_l0.selection.families.likelihood import Likelihood
 if TYPE_CHECKING:
     from pyro_l0.selection.design.background import Background
 
+__all__ = ["RATIOS", "BackgroundEffects", "Draws", "Prior", "Problem", "SelectionPosterior"]
+
 # Of the variances of small effects and of noise, which are summed over.
 RATIOS = np.array([0.0, 0.02, 0.08, 0.32, 1.28, 5.12])
-
-__all__ = ["RATIOS", "BackgroundEffects", "Draws", "Prior", "Problem", "SelectionPosterior"]
 
 
 class Draws(NamedTuple):

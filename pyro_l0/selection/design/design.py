@@ -36,19 +36,19 @@ class Design:
         self._steps = [step() for step in STEPS]
         for step in self._steps:
             step.apply(draft)
-        self._background = Background(draft) if draft.background and draft.gated else None
-        self.problem = _problem(draft, self._background)
+        self.problem = _problem(draft)
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data; what was integrated out is drawn given the rest."""
         rng = np.random.default_rng(seed)
-        found = found if self._background is None else self._background.undo(found, rng)
+        background = self.problem.background
+        found = found if background is None else background.undo(found, rng)
         for step in reversed(self._steps):
             found = step.undo(found, rng)
         return found
 
 
-def _problem(draft: Draft, background: Background | None) -> Problem:
+def _problem(draft: Draft) -> Problem:
     """That of a regression after all steps."""
     family, gated, is_sparse = draft.family, draft.gated, isinstance(draft.x, SparseColumns)
     is_normal, deviation = family.has_closed_form, draft.deviation[:gated]
@@ -79,7 +79,7 @@ def _problem(draft: Draft, background: Background | None) -> Problem:
         offset=None if draft.offset is None else torch.from_numpy(draft.offset),
         observations=draft.number - draft.taken if is_normal else None,
         sparse=draft.x if is_sparse else None,
-        background=background,
+        background=Background(draft) if draft.background and gated else None,
     )
 
 
