@@ -213,7 +213,7 @@ def test_chains():
     sampled = SpikeSlabRegressor(method="tempered", **parameters).fit(x, y)
     assert sampled.ok_
     assert (np.abs(sampled.pip_ - exact.pip_) < 3 * sampled.error_ + 0.01).all()
-    # A log evidence that is off by .1 moves a probability by .025, and two of them, three errors apart, by .06 at most.
+    # Each of two log evidences that are off by .1 moves a probability by .025 at most; .06 is under two such errors.
     np.testing.assert_allclose([*sampled.background_.values()], [*exact.background_.values()], atol=0.06)
     assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.1)
 
