@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import pyro
 import torch
 from numpy.typing import ArrayLike, NDArray
 from pyro.distributions import Unit
@@ -16,7 +15,6 @@ from pyro.infer import MCMC
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import active_prob, find_gate, inside_events
@@ -26,7 +24,7 @@ from pyro_l0.infer.guides.refine import RefinedPosterior
 from pyro_l0.infer.guides.summaries import import_arviz
 from pyro_l0.infer.posterior.mcmc import PosteriorSamples
 from pyro_l0.infer.record import Site, is_deterministic, is_likelihood
-from pyro_l0.infer.runs import Args, Kwargs, Program, record_run, seeded
+from pyro_l0.infer.runs import Args, Kwargs, Program, of_rows, record_run, seeded
 from pyro_l0.infer.slabs import GateSite, alignment_of, gate_site, product_name, slab_to_gate
 from pyro_l0.infer.target import InferenceTarget
 
@@ -92,7 +90,10 @@ def at_draws(target: InferenceTarget, sites: Mapping[str, Site], values: Mapping
     rows = {name: x.flatten(0, 1) for name, x in values.items() if not is_deterministic(sites[name])}
     at_one({name: x[0] for name, x in rows.items()})  # with all checks of values
     lead = next(iter(values.values())).shape[:2]
-    found = _at_each(at_one, rows)
+    with warnings.catch_warnings():  # torch warns that Gamma and Binomial take longer here
+        slow = "There is a performance drop|An output with one or more elements was resized"
+        warnings.filterwarnings("ignore", slow, UserWarning)
+        found = of_rows(at_one, rows, at_once=_AT_ONCE)
     return {kind: {name: x.unflatten(0, lead) for name, x in of.items()} for kind, of in found.items()}
 
 
@@ -133,22 +134,6 @@ def _check_values(sites: Mapping[str, Site], values: Mapping[str, Tensor]) -> No
                 f"Expected draws of site {name!r} of shape {tuple(shape)}, which it has in the model with these "
                 f"arguments, but got {tuple(x.shape[2:])}."
             )
-
-
-def _at_each(function: Callable[[dict[str, Tensor]], _Found], rows: dict[str, Tensor]) -> _Found:
-    """What a function that can be run says of each row, stacked."""
-    try:
-        # Checks of values branch on what is mapped. torch warns that Gamma and Binomial take longer here.
-        with pyro.validation_enabled(False), warnings.catch_warnings():
-            slow = "There is a performance drop|An output with one or more elements was resized"
-            warnings.filterwarnings("ignore", slow, UserWarning)
-            mapped: _Found = torch.vmap(function, randomness="different", chunk_size=_AT_ONCE)(rows)
-        return mapped
-    except RuntimeError:  # it can't be mapped: it branches on values, or draws from what torch.vmap does not know
-        number = len(next(iter(rows.values())))
-        found = [function({name: x[i] for name, x in rows.items()}) for i in range(number)]
-    stacked: _Found = tree_map(lambda *x: torch.stack(x), *found)
-    return stacked
 
 
 class PosteriorDraws(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import pyro
 import torch
@@ -15,6 +16,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import find_gate, innermost
@@ -144,6 +146,7 @@ class Watch:
 
 
 Program = Callable[..., object]
+_Result = TypeVar("_Result")
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
 
@@ -394,16 +397,16 @@ def can_be_mapped(
     return True
 
 
-def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function of every row of a tensor: by ``torch.vmap``, or row by row where that can't map it."""
-
-    def of_rows(rows: Tensor) -> Tensor:
-        with pyro.validation_enabled(False):
-            try:
-                return torch.vmap(function)(rows)
-            except RuntimeError as error:
-                if not _is_of_vmap(error):
-                    raise
-                return torch.stack([function(row) for row in rows])
-
-    return of_rows
+def of_rows(
+    function: Callable[..., _Result], *inputs: object, mapped: bool = True, at_once: int | None = None
+) -> _Result:
+    """A function of each row of some inputs, stacked: by ``torch.vmap``, or row by row where that can't map it."""
+    if mapped:
+        # Checks of values branch on what is mapped. An error that is the function's own is raised again below.
+        with suppress(RuntimeError), pyro.validation_enabled(False):
+            result: _Result = torch.vmap(function, randomness="different", chunk_size=at_once)(*inputs)
+            return result
+    leaves, spec = tree_flatten(inputs)
+    rows = [function(*tree_unflatten(row, spec)) for row in zip(*leaves, strict=True)]
+    stacked: _Result = tree_map(lambda *x: torch.stack(x), *rows)
+    return stacked

@@ -182,12 +182,15 @@ class InferenceTarget:
         close = (changes[0] - changes[1]).abs() <= _CLOSE + rounding + _RELATIVE * changes[1].abs()
         return ~close & right | (found.isfinite() & ~right), *changes
 
+    def dependents(self, name: str, point: Point, other: Tensor) -> list[str]:
+        """The other latents whose prior densities at a point change with the value of one."""
+        first, moved = self.at(point), self.at({**point, name: other})
+        others = [key for key in self.latent if key != name]
+        return [x for x in others if x not in moved or not torch.equal(log_prob(moved[x]), log_prob(first[x]))]
+
     def is_leaf(self, name: str) -> bool:
         """Whether no other latent's prior depends on a latent on the real line."""
-        latent = self.latent
-        moved = self.at({**latent, name: latent[name] + 1})
-        others = [key for key in latent if key != name]
-        return all(key in moved and torch.equal(log_prob(moved[key]), log_prob(self.sites[key])) for key in others)
+        return not self.dependents(name, self.latent, self.latent[name] + 1)
 
     @torch.enable_grad()
     def is_added(self, name: str, beside: Sequence[str], gates: Sequence[str]) -> bool:
@@ -235,8 +238,7 @@ class InferenceTarget:
         if not isinstance(innermost(sites[name]["fn"]), Beta) or sites[name]["value"].numel() != 1:
             return None
         gates = {key: x for key, x in latent.items() if key in gate_names}
-        with forked_generators():
-            torch.manual_seed(0)
+        with seeded(0):
             drawn = {key: sites[key]["fn"].sample() for key in latent if key not in gates}
             some = {key: torch.bernoulli(torch.full_like(x, 0.5)) for key, x in gates.items()}
         weights, found = dict[str, Tensor](), []

@@ -22,7 +22,7 @@ from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.guides.mean_field import SUM_OUT, carried, transform_to_support
 from pyro_l0.infer.record import Record, Site
 from pyro_l0.infer.runs import forked_generators, is_scaled
-from pyro_l0.infer.slabs import Conditional, GateSite, gate_site
+from pyro_l0.infer.slabs import Alignment, Conditional, GateSite, alignment_of, gate_site
 
 
 def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistribution | None:
@@ -181,6 +181,23 @@ def own_densities(slab: Collection[str], model: _Sites, guide: _Sites) -> _Sites
         if link.source in sources
     }
     return {name: own.get(name, site) for name, site in guide.items() if name not in sources}
+
+
+def slab_entries(name: str, gate: GateSite, model: _Sites, guide: _Sites) -> tuple[Any, Any, Alignment]:
+    """Posterior and prior of a slab's entries that have densities of their own, and how the gates align with these."""
+    # Elements have them where both sides are products of them.
+    q, p = inside_events(guide[name]["fn"]), inside_events(model[name]["fn"])
+    if q.event_dim != p.event_dim:
+        q, p = guide[name]["fn"], model[name]["fn"]
+    aligned = alignment_of(name, gate, model, guide)
+    split = len(aligned.shape) - q.event_dim
+    if any(size > 1 for size in aligned.shape[split:]):
+        raise ValueError(
+            f"Expected one gate at site {gate_site(gate)!r} for every event of slab site {name!r}, as {q} has no KL "
+            f"for each entry of {tuple(guide[name]['fn'].event_shape)}, but got gates of shape {aligned.shape}. "
+            f"{FACTORISED}."
+        )
+    return q, p, aligned._replace(shape=aligned.shape[:split])
 
 
 def _parents(run: _Run, sites: _Sites, names: Collection[str]) -> dict[str, set[str]]:

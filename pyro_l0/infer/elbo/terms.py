@@ -26,18 +26,18 @@ from pyro_l0.distributions.gate import (
 from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_names, check_shapes, is_zero
 from pyro_l0.infer.elbo.pairs import (
-    FACTORISED,
     check_auxiliary,
     check_draws,
     check_pair,
     check_shape,
     check_slabs,
     own_densities,
+    slab_entries,
 )
 from pyro_l0.infer.guides.mean_field import SUM_OUT
 from pyro_l0.infer.record import Site, is_drawn
 from pyro_l0.infer.runs import is_scaled, without_scales
-from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, check_used, gate_site, with_latent_gates
+from pyro_l0.infer.slabs import Conditional, GateSite, check_used, gate_site, with_latent_gates
 
 Kind = Literal["observed", "slab", "other", "gates"]
 
@@ -329,28 +329,17 @@ def _slab_kl(group: SiteGroup, options: Options) -> Tensor:
     is summed over the event first. Gates with event dimensions switch elements along the event's last dimensions, as
     torch broadcasts ``z * w``; one of size 1 is shared.
     """
-    name, gates = group.name, SiteGroup("gates", (gate_site(options.slab[group.name]),), group.run)
-    q, p = group.posterior["fn"], group.prior["fn"]
-    if isinstance(q, Conditional):  # given its gates, and its prior where they are closed
+    name, posterior = group.name, group.posterior
+    if isinstance(posterior["fn"], Conditional):  # given its gates, and its prior where they are closed
         return _log_ratio(group)
-    # Elements have KLs of their own where both sides are products of them.
-    inner, inner_prior = inside_events(q), inside_events(p)
-    if inner.event_dim != inner_prior.event_dim:
-        inner, inner_prior = q, p
-    joint: int = inner.event_dim
-    aligned = alignment_of(name, options.slab[name], group.run.model, group.run.guide)
-    split = len(aligned.shape) - joint
-    if any(size > 1 for size in aligned.shape[split:]):
-        raise ValueError(
-            f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, as {inner} has no KL for "
-            f"each entry of {tuple(q.event_shape)}, but got gates of shape {aligned.shape}. {FACTORISED}."
-        )
-    kl = _registered_kl(inner, inner_prior)
+    gate = options.slab[name]
+    q, p, aligned = slab_entries(name, gate, group.run.model, group.run.guide)
+    kl = _registered_kl(q, p)
     if kl is None:  # unbiased at the draw that the likelihood sees too, as both densities are smooth, unlike a gate's
-        _check_pathwise(name, inner)
-        kl = inner.log_prob(group.posterior["value"]) - inner_prior.log_prob(group.posterior["value"])
-    active = aligned.of(gates.active_prob).reshape(aligned.shape[:split])
-    return group.total(sum_rightmost(kl * active, q.event_dim - joint))
+        _check_pathwise(name, q)
+        kl = q.log_prob(posterior["value"]) - p.log_prob(posterior["value"])
+    active = aligned.of(active_prob(group.run.guide[gate_site(gate)]["fn"]))
+    return group.total(sum_rightmost(kl * active, posterior["fn"].event_dim - q.event_dim))
 
 
 def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:

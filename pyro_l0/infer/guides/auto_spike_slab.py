@@ -9,6 +9,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
@@ -41,7 +42,7 @@ from pyro_l0.infer.guides.mean_field import (
 from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
 from pyro_l0.infer.guides.summaries import JointDraws, Summary
 from pyro_l0.infer.record import Site
-from pyro_l0.infer.runs import Args, Kwargs, each
+from pyro_l0.infer.runs import Args, Kwargs, of_rows
 from pyro_l0.infer.slabs import GateSite, JointSample, alignment_of, check_used, gate_site, slab_to_gate
 from pyro_l0.infer.target import InferenceTarget
 from pyro_l0.maths.second_order import LogLikelihood
@@ -275,7 +276,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             rows = [hyper.mean(0, keepdim=True)] + ([hyper[:1], hyper] if drawn is not None else [])
         for i, row in enumerate(rows):
             collapsed = collapse(joint, target, row)
-            log_likelihood_of = each(partial(_log_likelihood, joint.open_model(target), collapsed, row[0]))
+            of_one = partial(_log_likelihood, joint.open_model(target), collapsed, row[0])
+            log_likelihood_of = partial(of_rows, of_one)
             if not i:
                 target.check(
                     partial(collapsed.log_joint, log_likelihood_of),
@@ -463,4 +465,5 @@ class AutoSpikeSlab(AutoGate, JointDraws):
 
 def _log_likelihood(model: OpenModel, collapsed: Collapsed, hyper: Tensor, slabs: Tensor) -> Tensor:
     """The log likelihood at coefficients behind open gates, with the tilt of their priors."""
-    return model.log_likelihood(slabs + collapsed.offset, hyper) + slabs @ collapsed.tilt
+    with pyro.validation_enabled(False):
+        return model.log_likelihood(slabs + collapsed.offset, hyper) + slabs @ collapsed.tilt

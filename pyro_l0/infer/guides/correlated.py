@@ -33,8 +33,7 @@ from pyro_l0.infer.guides.mean_field import (
     middle,
     transform_to_support,
 )
-from pyro_l0.infer.record import Record, Site
-from pyro_l0.infer.runs import log_prob
+from pyro_l0.infer.record import Record
 from pyro_l0.infer.slabs import Conditional, JointSample, alignment_of, check_whole, gate_site
 from pyro_l0.infer.target import ConjugateRate, InferenceTarget
 
@@ -323,18 +322,11 @@ def _held(model: OpenModel, start: Tensor) -> Tensor:
 
     The joint density of a scale and its latents is without bound where all of them go to 0.
     """
-
-    def run(at: Tensor) -> dict[str, Site]:
-        return model.target.at({**model.values, **model.hyper.apart(at)})
-
-    hyper, held = model.hyper, []
-    before = {name: log_prob(site) for name, site in run(start).items() if name in hyper.shapes}
+    hyper, held, point = model.hyper, [], {**model.values, **model.hyper.apart(start)}
     for name, own in hyper.positions(start.device).items():
-        moved = run(start.index_add(0, own, torch.full_like(start[own], _MOVE)))
-        below = [hyper.shapes[x].numel() for x in before if x != name and not _same(log_prob(moved[x]), before[x])]
+        moved = hyper.apart(start.index_add(0, own, torch.full_like(start[own], _MOVE)))
+        below = [
+            hyper.shapes[x].numel() for x in model.target.dependents(name, point, moved[name]) if x in hyper.shapes
+        ]
         held.append(torch.full_like(own, sum(below) > len(own), dtype=torch.bool))
     return torch.cat(held) if held else start.bool()
-
-
-def _same(x: Tensor | None, y: Tensor | None) -> bool:
-    return x is not None and y is not None and torch.equal(x, y)

@@ -12,9 +12,8 @@ import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
-from pyro_l0.distributions.gate import inside_events
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.infer.elbo.pairs import check_pair
+from pyro_l0.infer.elbo.pairs import check_pair, slab_entries
 from pyro_l0.infer.elbo.terms import in_log_joint
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.correlated import local_latents
@@ -23,7 +22,7 @@ from pyro_l0.infer.guides.summaries import VERDICTS, entry, printed
 from pyro_l0.infer.posterior.log_joint import MOST_GATES
 from pyro_l0.infer.record import Record, Site, draws_rows, is_drawn
 from pyro_l0.infer.runs import can_be_mapped, log_prob, over_particles, record_run, seeded
-from pyro_l0.infer.slabs import Conditional, GateSite, alignment_of, gate_site, with_latent_gates
+from pyro_l0.infer.slabs import Conditional, GateSite, gate_site, with_latent_gates
 from pyro_l0.infer.target import POINTS, InferenceTarget, Point
 from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
 from pyro_l0.maths.tempered_gibbs import reweighted, tempered_gibbs
@@ -161,17 +160,10 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
 
 def _open_log_ratio(name: str, gate: GateSite, model: Mapping[str, Site], guide: Mapping[str, Site]) -> Tensor:
     """log p - log q of the entries of a slab whose gates are open, summed over events, in the shape of its batch."""
-    q, p = inside_events(guide[name]["fn"]), inside_events(model[name]["fn"])
-    if q.event_dim != p.event_dim:
-        q, p = guide[name]["fn"], model[name]["fn"]
-    joint: int = q.event_dim  # dimensions of entries that have no densities of their own, and share a gate
-    value = guide[name]["value"]
-    alignment = alignment_of(name, gate, model, guide)
-    is_open = alignment.of(guide[gate_site(gate)]["value"]) != 0
-    is_open = is_open.reshape(is_open.shape[: is_open.dim() - joint])
-    ratio = (p.log_prob(value) - q.log_prob(value)) * is_open
-    site = model[name]
-    total: Tensor = scale_and_mask(sum_rightmost(ratio, site["fn"].event_dim - joint), site["scale"], site["mask"])
+    (q, p, aligned), value, site = slab_entries(name, gate, model, guide), guide[name]["value"], model[name]
+    ratio = (p.log_prob(value) - q.log_prob(value)) * (aligned.of(guide[gate_site(gate)]["value"]) != 0)
+    ratio = sum_rightmost(ratio, site["fn"].event_dim - q.event_dim)
+    total: Tensor = scale_and_mask(ratio, site["scale"], site["mask"])
     return total
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import pyro
 import torch
@@ -16,14 +15,13 @@ from torch.distributions import biject_to
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
 from pyro_l0.infer.guides.mean_field import SUM_OUT, Layout
 from pyro_l0.infer.record import Site, is_deterministic
 from pyro_l0.infer.reparam import RectifyReparam
-from pyro_l0.infer.runs import is_scaled, log_prob, sample_sites, seeded
+from pyro_l0.infer.runs import is_scaled, log_prob, of_rows, sample_sites, seeded
 from pyro_l0.infer.target import POINTS, InferenceTarget, Point
 from pyro_l0.maths.backend import Context, apply
 
@@ -94,8 +92,6 @@ MOST_GATES = 12  # 4,096 values of the gates in every evaluation
 _NOTHING = 60.0  # nats below the largest term of a sum: without them no weight is a denormal number, which are slow
 _AT_ONCE = 8192  # runs of the model under one torch.vmap
 
-_Result = TypeVar("_Result")
-
 
 class LogJoint:
     """The log joint density of a model at points on the real line.
@@ -163,20 +159,13 @@ class LogJoint:
     @torch.no_grad()
     def tables(self, vectors: Tensor) -> Tensor:
         """The tables of many points, shape ``(many, len(codes))``."""
-        return self._many(self.table, (vectors,), max(1, _AT_ONCE // len(self.codes)))
+        at_once = max(1, _AT_ONCE // len(self.codes))
+        return of_rows(self.table, vectors, mapped=self._vectorises, at_once=at_once)
 
     @torch.no_grad()
     def many(self, vectors: Tensor, codes: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """What a call returns, for many points and as many gates at once."""
-        return self._many(self, (vectors, codes), _AT_ONCE)
-
-    def _many(self, function: Callable[..., _Result], inputs: tuple[Tensor, ...], at_once: int) -> _Result:
-        if self._vectorises:
-            result: _Result = torch.vmap(function, chunk_size=at_once)(*inputs)
-            return result
-        rows = [function(*row) for row in zip(*inputs, strict=True)]
-        stacked: _Result = tree_map(lambda *x: torch.stack(x), *rows)
-        return stacked
+        return of_rows(self, vectors, codes, mapped=self._vectorises, at_once=_AT_ONCE)
 
     @torch.no_grad()
     def _check_vectorised(self) -> bool:
