@@ -8,6 +8,7 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import Delta
+from pyro.infer import Predictive
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from torch import Tensor
 
@@ -94,14 +95,10 @@ def complete_samples(
     sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
     lead = _dimensions_in_front(sites, samples)
     free = [name for name in samples if not is_deterministic(sites[name])]
-    latent = {name: samples[name].reshape(-1, *samples[name].shape[len(lead) :]) for name in free}
-    found: dict[str, list[Tensor]] = {name: [] for name, site in sites.items() if is_deterministic(site)}
-    for i in range(lead.numel()):
-        at_draw = poutine.condition(model, {name: x[i] for name, x in latent.items()})
-        run = sample_sites(poutine.trace(at_draw).get_trace(*args, **kwargs))
-        for name, values in found.items():
-            values.append(run[name]["value"])
-    return {**samples, **{name: torch.stack(x).reshape(lead + x[0].shape) for name, x in found.items()}}
+    latent = {name: samples[name].flatten(0, len(lead) - 1) for name in free}
+    fixed = {name: site["value"].shape for name, site in sites.items() if is_deterministic(site)}
+    found = Predictive(model, latent, num_samples=lead.numel(), return_sites=list(fixed))(*args, **kwargs)
+    return {**samples, **{name: found[name].reshape(lead + shape) for name, shape in fixed.items()}}
 
 
 def _dimensions_in_front(sites: Mapping[str, Site], samples: Mapping[str, Tensor]) -> torch.Size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
@@ -322,10 +323,7 @@ def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
         else:
             low, at = at, at + step
         step *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    return low + 1 + bisect_left(range(low + 1, high), True, key=holds)
 
 
 def _by_site(name: str, given: Mapping[str, int] | None, smallest: int, sizes: Mapping[str, int]) -> dict[str, int]:
