@@ -449,7 +449,7 @@ def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
 
 
 def sum_open(active_prob: Tensor, prices: Sequence[Number], sizes: Sequence[int]) -> Tensor:
-    """Sum of P(z != 0), of gates side by side, times the price of their site; shape ``()``."""
+    """Sum of P(z != 0), or of a multiple of it, of gates side by side times the price of their site; shape ``()``."""
     # The compiler warns of a cache, and needs none.
     make = side_by_side.__wrapped__ if torch.compiler.is_compiling() else side_by_side
     each = make(tuple(map(float, prices)), tuple(sizes), active_prob.dtype, active_prob.device)

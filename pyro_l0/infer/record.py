@@ -147,26 +147,17 @@ def sample(name: str, fn: TorchDistributionMixin) -> Tensor:
     records sites is active.
     """
     record = sole_record()
-    if record is not None:
-        before = record.sites.get(name)
-        if before is not None and before["fn"] is not fn:
-            raise _same_name(name)
-        return record.sample(name, fn) if before is None else before["value"]
-    for sites in _recorded():
+    for sites in _recorded() if record is None else (record.sites,):
         if name in sites:
             if sites[name].get("fn") is not fn:
-                raise _same_name(name)
+                raise RuntimeError(
+                    f"Expected sites of different names, but two gates are called {name!r}, or another site is called "
+                    "so. Call name_gates(network) of the whole network before."
+                )
             again: Tensor = sites[name]["value"]
             return again
-    value: Tensor = pyro.sample(name, fn)
+    value: Tensor = pyro.sample(name, fn) if record is None else record.sample(name, fn)
     return value
-
-
-def _same_name(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"Expected sites of different names, but two gates are called {name!r}, or another site is called so. Call "
-        "name_gates(network) of the whole network before."
-    )
 
 
 def free_name(stem: str) -> str:

@@ -175,14 +175,8 @@ class Conditional(TorchDistribution):
     arg_constraints = {}  # noqa: RUF012  # as torch declares it
 
     def __init__(self, base_dist: TorchDistribution, value: Tensor) -> None:
-        self.base_dist = base_dist
-        self.value = value
+        self.base_dist, self.value, self.has_rsample = base_dist, value, base_dist.has_rsample
         super().__init__(base_dist.batch_shape, base_dist.event_shape, validate_args=False)
-
-    @property
-    def has_rsample(self) -> bool:  # type: ignore[override]
-        """Whether gradients go through the draw."""
-        return self.base_dist.has_rsample
 
     @property
     def support(self) -> torch.distributions.constraints.Constraint | None:

@@ -20,19 +20,8 @@ from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import find_gate, innermost, inside_events
-from pyro_l0.infer.record import Record, Site, draws_rows, is_deterministic, is_likelihood
-from pyro_l0.infer.runs import (
-    Args,
-    Kwargs,
-    Program,
-    forked_generators,
-    is_scaled,
-    log_prob,
-    record_run,
-    sample_sites,
-    seeded,
-    without_scales,
-)
+from pyro_l0.infer.record import Record, Site, draws_rows, is_deterministic, is_drawn, is_likelihood
+from pyro_l0.infer.runs import Args, Kwargs, Program, is_scaled, log_prob, record_run, seeded, without_scales
 from pyro_l0.infer.slabs import GateSite
 
 __all__ = ["POINTS", "ConjugateRate", "InferenceTarget", "Point"]
@@ -92,8 +81,8 @@ class InferenceTarget:
         Raises:
             ValueError: see :meth:`check_repeats`, or a slab or a gate is under a scale that its prior cannot take.
         """
-        sites = sample_sites(poutine.trace(self.run).get_trace())
-        found = {name: site for name, site in sites.items() if not is_deterministic(site)}
+        nodes: dict[str, Site] = poutine.trace(self.run).get_trace().nodes
+        found = {name: site for name, site in nodes.items() if is_drawn(site) and not is_deterministic(site)}
         self.check_repeats({name: site["value"] for name, site in found.items() if not site["is_observed"]})
         return without_scales(found, self.slab)
 
@@ -126,10 +115,11 @@ class InferenceTarget:
 
     def check_repeats(self, point: Point) -> None:
         """Refuse a model whose log joint density is another one in a second run at the same values."""
-        with forked_generators():
+        with seeded(0):
             first, again = self.trace_at(point), self.trace_at(point)
-        moved = [name for name in first.nodes if not _is_close(first, again, name)]
-        rows = [name for name, site in first.nodes.items() if draws_rows(site) and name not in point]
+        sites = {name: site for name, site in first.nodes.items() if site["type"] == "sample"}
+        moved = [name for name, site in sites.items() if not _is_close(site, again.nodes.get(name))]
+        rows = [name for name, site in sites.items() if draws_rows(site) and name not in point]
         if rows or moved:
             how = "Draw it by pyro.sample, hide no site by poutine.block, and sum out what is discrete."
             drawn = f"that of {', '.join(map(repr, moved))} is not: something is drawn that is no site. {how}"
@@ -171,7 +161,7 @@ class InferenceTarget:
         self, log_density: Callable[[Sequence[Point]], Tensor], points: Sequence[Point]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Whether changes of both log densities from the first of some points differ, and these changes."""
-        with forked_generators():
+        with seeded(0):
             own = torch.stack([torch.as_tensor(self.trace_at(x).log_prob_sum()) for x in points]).double()
         found = log_density(points).double()
         dtype = next(x.dtype for x in points[0].values() if x.is_floating_point())
@@ -260,12 +250,10 @@ class InferenceTarget:
         return ConjugateRate(name, tuple(weights), first, second, torch.cat(list(weights.values())), latent[name].shape)
 
 
-def _is_close(first: Trace, again: Trace, name: str) -> bool:
-    if first.nodes[name]["type"] != "sample":
-        return True
-    if name not in again.nodes:
+def _is_close(first: Site, again: Site | None) -> bool:
+    if again is None:
         return False
-    one, other = (torch.as_tensor(trace.nodes[name]["log_prob_sum"]) for trace in (first, again))
+    one, other = (torch.as_tensor(site["log_prob_sum"]) for site in (first, again))
     return torch.allclose(one, other, _RELATIVE, _CLOSE, equal_nan=True)
 
 

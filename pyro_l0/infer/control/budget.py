@@ -82,10 +82,9 @@ class Budget:
                 sites = ", ".join(map(repr, like))
                 raise ValueError(f"Expected a cost of the sites {sites}, but it asks for {error}.") from error
         self.total = torch.stack([value.detach().reshape(()) for value in values]).to(self.final)
-        for name, total in zip(self.names, self.total.tolist(), strict=True):
+        for name, value, total in zip(self.names, values, self.total.tolist(), strict=True):
             if not total > 0:
                 raise ValueError(f"Expected a cost above 0 with all gates open, but {name!r} is {total}.")
-        for name, value in zip(self.names, values, strict=True):
             if not value.requires_grad:
                 raise ValueError(
                     f"Expected a cost that torch can differentiate by its gates, but {name!r} has no gradient; compute "

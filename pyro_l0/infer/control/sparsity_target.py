@@ -126,8 +126,7 @@ class GatePositions:
         self._cached: dict[str, tuple[Tensor, Tensor]] = {}  # one number for a site, or one for each gate
         for (site, gate), location in zip(guide.posterior().items(), guide.locations(), strict=True):
             name, constraint = next(iter(gate.learned.items()))
-            now = location.detach()
-            now = now if constraint is constraints.real else transform_to(constraint)(now)
+            now = transform_to(constraint)(location.detach())
             if now.shape != getattr(gate, name).shape or not torch.allclose(now, getattr(gate, name)):
                 raise ValueError(
                     f"Expected guide.locations() to hold {name} of gate site {site!r} on the real line, as "
@@ -235,10 +234,10 @@ def _search(gate: GateDistribution, is_past: Callable[[GateDistribution], Tensor
 
 def _placed(gate: GateDistribution, location: Tensor) -> GateDistribution:
     """The gate in double precision with other locations, given on the real line."""
-    (name, constraint), *others = gate.learned.items()
-    value = location if constraint is constraints.real else transform_to(constraint)(location)
-    rest = {other: getattr(gate, other).detach().double() for other, _ in others}
-    return gate.apply_to_tensors(lambda x: x.detach().double()).with_learned(**{name: value}, **rest)
+    name, constraint = next(iter(gate.learned.items()))
+    exact = gate.apply_to_tensors(lambda x: x.detach().double())
+    learned = {other: getattr(exact, other) for other in gate.learned}
+    return exact.with_learned(**learned | {name: transform_to(constraint)(location)})
 
 
 OnBudget = Callable[[float, dict[str, Tensor]], None]
@@ -248,6 +247,7 @@ _MEMORY = 0.98  # of the moving averages of squared gradients
 _GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
 _FIRST, _MOST_AT_ONCE = -5.0, 3.0  # for gates of each example: that logarithm at the start, and what a batch adds to it
 _HARDENING = 10.0  # of the logarithm of positions in the last steps: what stands at OPENED or further stays on its side
+_TENSORS = ("integral", "of_loss", "of_penalty")  # of a controller, in its state
 
 
 class Controller:
@@ -281,17 +281,12 @@ class Controller:
         self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
 
     def _move(self, device: torch.device) -> None:
-        for name in ("_integral", "_of_loss", "_of_penalty"):
-            setattr(self, name, getattr(self, name).to(device))
+        for name in _TENSORS:
+            setattr(self, f"_{name}", getattr(self, f"_{name}").to(device))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, beside the state of the gates."""
-        return {
-            "step": self.step,
-            "integral": self._integral.clone(),
-            "of_loss": self._of_loss.clone(),
-            "of_penalty": self._of_penalty.clone(),
-        }
+        return {"step": self.step, **{name: getattr(self, f"_{name}").clone() for name in _TENSORS}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a ValueError says that it has another number of constraints."""
@@ -300,9 +295,8 @@ class Controller:
                 f"Expected the state of {self._integral.numel()} constraints, but got {state['integral'].numel()}."
             )
         self.step = state["step"]
-        self._integral, self._of_loss, self._of_penalty = (
-            x.to(self._integral).clone() for x in (state["integral"], state["of_loss"], state["of_penalty"])
-        )
+        for name in _TENSORS:
+            setattr(self, f"_{name}", state[name].to(self._integral).clone())
 
 
 class SparsityTarget(Controller):

@@ -52,20 +52,11 @@ def check_numbers(kl_scale: float | Callable[[int], float], **coefficients: Coef
     numbers = coefficients if callable(kl_scale) else {**coefficients, "kl_scale": kl_scale}
     for name, value in numbers.items():
         for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
-            _check_number(f"{name}[{key!r}]" if key else name, entry)
+            check_number(f"{name}[{key!r}]" if key else name, entry)
 
 
-def kl_scale_at(kl_scale: float | Callable[[int], float], step: int) -> float | Tensor:
-    """The factor on every KL at a step; what a schedule returns is checked without reading a device."""
-    if not callable(kl_scale):
-        return kl_scale
-    value: float | Tensor = kl_scale(step)
-    if not isinstance(value, Tensor) or value.dim() or value.device.type == "cpu":
-        _check_number(f"kl_scale({step})", value)
-    return value
-
-
-def _check_number(where: str, value: float | Tensor) -> None:
+def check_number(where: str, value: float | Tensor) -> None:
+    """Refuse a coefficient that is negative or not finite."""
     expect(Real | Tensor, "a number or a tensor", **{where: value})
     x = torch.as_tensor(value)
     if not torch.all((x >= 0) & (x < math.inf)):

@@ -15,7 +15,7 @@ from pyro.infer.util import torch_item
 from torch import Tensor
 
 from pyro_l0.expect import expect
-from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, check_numbers, kl_scale_at
+from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, check_number, check_numbers
 from pyro_l0.infer.elbo.estimators import (
     EstimatorName,
     Estimators,
@@ -256,8 +256,13 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             self.estimator.baseline = state["baseline"]
 
     def kl_scale_now(self) -> float | Tensor:
-        """The factor on every KL at the current step."""
-        return kl_scale_at(self.kl_scale, self.step)
+        """The factor on every KL at the current step; what a schedule returns is checked without reading a device."""
+        if not callable(self.kl_scale):
+            return self.kl_scale
+        value: float | Tensor = self.kl_scale(self.step)
+        if not isinstance(value, Tensor) or value.dim() or value.device.type == "cpu":
+            check_number(f"kl_scale({self.step})", value)
+        return value
 
     def _step(self, call: _Call) -> tuple[Tensor, _Outcome]:
         """The loss, checked where that is cheap or due, with its terms and runs."""
@@ -286,14 +291,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             run = runs[0] if runs else self._get_trace(*call)
             before = self.at_draws
             run_model, run_guide = (partial(_run_under, program, call) for program in (call.model, call.guide))
-            self.at_draws = check_dependence(
-                run.model,
-                run.guide,
-                with_latent_gates(self.slab, run.model),
-                run_model,
-                run_guide,
-                at_draws=self._is_leave_one_out,
-            )
+            slab = with_latent_gates(self.slab, run.model)
+            self.at_draws = check_dependence(run.model, run.guide, slab, run_model, run_guide, self._is_leave_one_out)
         self._checked = key
         return self.at_draws != before
 
@@ -327,8 +326,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         log_q = found.pop(_LOG_Q)
         parts = self._mean({name: values.sum() for name, values in found.items()}, self.num_particles)
         if has_gradient:
-            kl_scale = self.kl_scale_now()
-            loss = reduce(operator.add, (x * kl_scale if name in self._kls else x for name, x in found.items()))
+            loss = reduce(operator.add, self._mean(found, 1).values())
             temper = self.temper(self.step) if callable(self.temper) else self.temper
             parts = _summed([parts, {"nll": leave_one_out(loss, log_q, temper)}])
         return _Outcome(parts, runs)
@@ -386,11 +384,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def _evaluation(self, run: Run) -> Evaluation:
         parts = self.sum_terms([run])
-        kl_scale = self.kl_scale_now()
-        present = [term for term in self.objective_terms if term.name in parts]
-        scaled = [(term, parts[term.name] * kl_scale if term.is_kl else parts[term.name]) for term in present]
-        cost = [part for term, part in scaled if term.uses_draws]
-        analytic = [part for term, part in scaled if not term.uses_draws]
+        scaled = self._mean(parts, 1)
+        present = [term for term in self.objective_terms if term.name in scaled]
+        cost = [scaled[term.name] for term in present if term.uses_draws]
+        analytic = [scaled[term.name] for term in present if not term.uses_draws]
         return Evaluation(parts, reduce(operator.add, cost) if cost else torch.zeros(()), analytic)
 
     def sum_terms(self, runs: Iterable[Run]) -> _Parts:

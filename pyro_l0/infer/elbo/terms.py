@@ -20,7 +20,6 @@ from pyro_l0.distributions.gate import (
     concatenate,
     find_gate,
     inside_events,
-    side_by_side,
     sum_open,
 )
 from pyro_l0.expect import expect
@@ -132,13 +131,8 @@ class SiteGroup:
             if site["mask"] is not None or isinstance(site["scale"], Tensor):
                 value = sum_rightmost(value, site["fn"].event_dim)
             return self.total(value)
-        if norms is not None and len(set(weights)) == 1:
-            return torch.dot(weights[0] * norms.to(active.dtype), active)
-        sizes = tuple(shape.numel() for shape in self.shapes)
-        if norms is None:
-            return sum_open(active, weights, sizes)
-        each = side_by_side(tuple(map(float, weights)), sizes, active.dtype, active.device)
-        return torch.dot(norms.to(active.dtype) * each, active)
+        each = active if norms is None else norms.to(active.dtype) * active
+        return sum_open(each, weights, [shape.numel() for shape in self.shapes])
 
     def total(self, value: Tensor) -> Tensor:
         """Sum of a number per entry of the batch under scale and mask; a joint draw has scale 1 and no mask."""

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import TorchDistribution
 from pyro.poutine import Trace
 from torch import Tensor
 from torch.distributions.utils import clamp_probs
@@ -177,7 +176,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
         for name in self._hyper or ():
-            if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
+            if name not in self._others:
                 raise ValueError(f"Expected hyper to name latent sites other than gates and slabs, but got {name!r}.")
 
     def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
@@ -196,18 +195,16 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         self._alignments = {name: alignment_of(name, gate, whole) for name, gate in self.slab.items()}
         check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
+            target = InferenceTarget(self.model, args, kwargs, self.slab)
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
-                self._set_up_joint(self._structure, InferenceTarget(self.model, args, kwargs, self.slab))
+                joint = correlated_posterior(target, self._structure, self._named())
+            if self._pending:
+                joint.load_state_dict(self._pending)
+                self._pending = {}
+            joint.posteriors = self._posteriors
+            joint.plates = {name: plates_and_shape(site)[0] for name, site in target.sites.items()}
+            self.joint = joint
         self.prototype_trace = prototype
-
-    def _set_up_joint(self, structure: Structure, target: InferenceTarget) -> None:
-        joint = correlated_posterior(target, structure, self._named())
-        if self._pending:
-            joint.load_state_dict(self._pending)
-            self._pending = {}
-        joint.posteriors = self._posteriors
-        joint.plates = {name: plates_and_shape(site)[0] for name, site in target.sites.items()}
-        self.joint = joint
 
     def _named(self) -> tuple[str, ...] | None:
         """The other latents, all drawn before the gates; None to draw all latents of the model as suits them."""
@@ -434,11 +431,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     @torch.no_grad()
     def draws(self, n: int) -> dict[str, Tensor]:
         """n joint draws of gates, slabs and the other latents, by site, shape ``(n, *shape of the site)``."""
-        if self._joint is not None:
-            return {name: sample.supported() for name, sample in self._joint.draw_together(n).items()}
-        others = {name: x.distribution(x.parameters) for name, x in self._of_kind(IndependentLatents).items()}
-        sites: dict[str, TorchDistribution] = {**super().posterior(), **others}
-        return {name: fn.sample((n,)) for name, fn in sites.items()}
+        self._of_kind(GatesPosterior)  # refuses a guide that was not called
+        return {name: sample.supported() for name, sample in self._drawing().draw_together(n).items()}
 
     def _is_gate(self, name: str) -> bool:
         return name in self._of_kind(GatesPosterior)

@@ -18,13 +18,7 @@ from torch import Tensor, nn
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
-from pyro_l0.infer.guides.expansion import (
-    IndependentSlabs,
-    OpenModel,
-    SlabPosterior,
-    StructuredSlabs,
-    expand,
-)
+from pyro_l0.infer.guides.expansion import IndependentSlabs, OpenModel, SlabPosterior, StructuredSlabs, expand
 from pyro_l0.infer.guides.mean_field import (
     MEAN_FIELD,
     GatesPosterior,
@@ -152,11 +146,11 @@ class CorrelatedPosterior(nn.Module):
 
     def draw_together(self, n: int) -> dict[str, JointSample]:
         """n joint samples, by site in their order."""
-        samples: dict[str, JointSample] = {}
         hyper, means, deviations = self.hyper_posterior.draw(n)
-        self._add(samples, self.hyper, _normal, hyper, means, deviations)
+        samples = _samples(self.hyper, _normal, hyper, means, deviations)
         shift = hyper - self.hyper_start
-        gates = self._draw_gates(samples, shift, n)
+        samples |= self._draw_gates(shift, n)
+        gates = torch.cat([samples[name].values for name in self.gates.shapes], -1)
         for rate in self.rates:
             parameters = rate.parameters({name: samples[name].values for name in rate.gates})
             values = _beta(*parameters).sample()
@@ -164,8 +158,7 @@ class CorrelatedPosterior(nn.Module):
         given = self.slab_posterior.given(gates, shift)
         noise = torch.randn_like(given.mean)
         slabs = given.draw(noise)
-        self._add(samples, self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
-        return samples
+        return samples | _samples(self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
 
     def active_probs(self, draws: int) -> dict[str, Tensor]:
         """P(z != 0) of the gates by site, the mean over draws of their conditional probabilities."""
@@ -188,32 +181,13 @@ class CorrelatedPosterior(nn.Module):
             {"params": hyper, "lr": 0.3 * learning_rate},
         ]
 
-    def _add(
-        self,
-        samples: dict[str, JointSample],
-        layout: Layout,
-        make: Callable[..., TorchDistribution],
-        values: Tensor,
-        *parameters: Tensor,
-    ) -> None:
-        """Add the samples of several sites from what they have side by side, shape ``(n, size)`` each."""
-        split = [layout.pieces(x.expand_as(values)) for x in (values, *parameters)]
-        for name, shape in layout.shapes.items():
-            value, *own = (x[name] for x in split)
-            samples[name] = JointSample(
-                value, make, tuple(own), shape, layout.event_dims[name], layout.transforms.get(name)
-            )
-
-    def _draw_gates(self, samples: dict[str, JointSample], shift: Tensor, n: int) -> Tensor:
-        """Add the gates' samples; the gates side by side, shape ``(n, size)``."""
+    def _draw_gates(self, shift: Tensor, n: int) -> dict[str, JointSample]:
         if self.chain is None:
-            for name, gate in self._distributions().items():
-                samples[name] = JointSample.of(gate, n, self.gates.event_dims[name])
-            return torch.cat([samples[name].values for name in self.gates.shapes], -1)
+            gates_of = self._distributions().items()
+            return {name: JointSample.of(gate, n, self.gates.event_dims[name]) for name, gate in gates_of}
         base = self._base()
         gates = self.chain.sample(base, shift)
-        self._add(samples, self.gates, _bernoulli, gates, self.chain.log_odds(base, gates, shift))
-        return gates
+        return _samples(self.gates, _bernoulli, gates, self.chain.log_odds(base, gates, shift))
 
     def _distributions(self) -> dict[str, GateDistribution]:
         """The gates by site; of a chain, given closed gates before them."""
@@ -224,6 +198,18 @@ class CorrelatedPosterior(nn.Module):
         """Log odds of the gates of a chain given closed gates before them, shape ``(size,)``."""
         gates = self._distributions()
         return torch.cat([gates[name].logits.reshape(-1) for name in self.gates.shapes])
+
+
+def _samples(
+    layout: Layout, make: Callable[..., TorchDistribution], values: Tensor, *parameters: Tensor
+) -> dict[str, JointSample]:
+    """Samples of several sites from what they have side by side, shape ``(n, size)`` each."""
+    split = [layout.pieces(x.expand_as(values)) for x in (values, *parameters)]
+    found = {}
+    for name, shape in layout.shapes.items():
+        value, *own = (x[name] for x in split)
+        found[name] = JointSample(value, make, tuple(own), shape, layout.event_dims[name], layout.transforms.get(name))
+    return found
 
 
 _MOVE = 0.5  # on the real line

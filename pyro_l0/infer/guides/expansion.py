@@ -131,10 +131,8 @@ def gate_vectors(size: int, like: Tensor) -> Tensor:
     """Gates at which to try a model, shape ``(n, size)``: of any two, one is open where the other is closed."""
     number = torch.arange(size)
     apart = [number >> bit & 1 for bit in range((size - 1).bit_length())]
-    mixed = (
-        torch.rand(_RANDOM, size, generator=torch.Generator().manual_seed(1))
-        < torch.linspace(0.4, 0.9, _RANDOM)[:, None]
-    )
+    rate = torch.linspace(0.4, 0.9, _RANDOM)[:, None]
+    mixed = torch.rand(_RANDOM, size, generator=torch.Generator().manual_seed(1)) < rate
     return torch.stack([torch.zeros_like(number), *apart, *(1 - x for x in apart), *mixed.long()]).to(like)
 
 
@@ -192,21 +190,13 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
     moves = jacobian(gradient, theta)
     gradient = gradient.detach()
     moving_loc, moving_scale = model.slab_prior(theta)
+    loc_shifts, scale_exponents = jacobian(moving_loc, theta), jacobian(moving_scale.log(), theta)
     powers = _powers(model, hyper, scale)
     exponents = exponents.where((powers == 0).all(0), 0.0)
     shifts = (moves - gradient.unsqueeze(-1) * exponents).where((powers == 0).all(0), 0.0)
+    linear = gradient + curvature @ slabs
     return Expansion(
-        curvature,
-        gradient + curvature @ slabs,
-        slabs,
-        loc,
-        scale,
-        jacobian(moving_loc, theta),
-        hyper,
-        exponents,
-        shifts,
-        jacobian(moving_scale.log(), theta),
-        powers,
+        curvature, linear, slabs, loc, scale, loc_shifts, hyper, exponents, shifts, scale_exponents, powers
     )
 
 

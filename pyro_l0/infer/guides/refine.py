@@ -82,10 +82,6 @@ class Collapsed(NamedTuple):
         """From where the coefficients of slabs are measured, shape ``(p,)``."""
         return self.loc.masked_fill(self.gated, 0)
 
-    def draw_slabs(self, gates: Tensor) -> Tensor:
-        """A draw of the slabs given each vector of gates, shape ``(S, p)``."""
-        return self.placed(gates, self.quadratic.draw_slabs(gates))
-
     def placed(self, gates: Tensor, slabs: Tensor) -> Tensor:
         """Slabs of the quadratic as the model has them: around the means of their priors where these are apart."""
         is_tilted = self.quadratic.on(gates) & self.gated
@@ -95,7 +91,7 @@ class Collapsed(NamedTuple):
         """Generic values of gates, rates and slabs, beside those of the other latents."""
         gates = gate_vectors(self.quadratic.gates, self.loc)
         with seeded(0):
-            slabs = self.draw_slabs(gates)
+            slabs = self.placed(gates, self.quadratic.draw_slabs(gates))
         return [
             {
                 **values,
@@ -268,7 +264,7 @@ def refined(
     if method not in ("tempered", "mean_field"):
         raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")
     quadratic, prior = collapsed.quadratic, collapsed.prior
-    is_exact = is_quadratic(log_likelihood, quadratic)
+    is_exact = is_quadratic(collapsed, log_likelihood)
 
     def with_slabs(gates: Tensor) -> tuple[Tensor, Tensor]:
         gates = gates.to(quadratic.scale)
@@ -336,10 +332,10 @@ def moved_slabs(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic, ga
     return slabs
 
 
-def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:
+def is_quadratic(collapsed: Collapsed, log_likelihood: LogLikelihood) -> bool:
     """Whether a log likelihood is its own expansion, at random coefficients of the size that the prior has."""
-    quadratic = collapsed.quadratic
-    beta = torch.randn(_POINTS, len(quadratic.linear)).to(quadratic.linear) * collapsed.scale
+    quadratic = collapsed.quadratic.quadratic
+    beta = torch.randn(_POINTS, len(quadratic.linear)).to(quadratic.linear) * collapsed.quadratic.scale
     index = torch.arange(len(quadratic.linear), device=beta.device)
     rows = quadratic.rows(index[None]).squeeze(0)
     own = beta @ quadratic.linear - 0.5 * ((beta @ rows) * beta).sum(1)

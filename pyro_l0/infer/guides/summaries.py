@@ -174,10 +174,7 @@ class JointDraws:
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
-        gates = {
-            **{name: x.expand(len(next(iter(draws.values()))), *x.shape) for name, x in self._fixed.items()},
-            **draws,
-        }
+        gates = {**{name: x.unsqueeze(0) for name, x in self._fixed.items()}, **draws}
         return {name: draws[name] * self._alignments[name].of(gates[gate_site(x)], 1) for name, x in self.slab.items()}
 
     def _summarised(self, n: int | None) -> dict[str, Tensor]:

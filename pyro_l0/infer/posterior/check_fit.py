@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pyro
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
@@ -21,7 +20,7 @@ from pyro_l0.infer.guides.refine import is_quadratic
 from pyro_l0.infer.guides.summaries import VERDICTS, entry, printed
 from pyro_l0.infer.posterior.log_joint import MOST_GATES
 from pyro_l0.infer.record import Record, Site, draws_rows, is_drawn
-from pyro_l0.infer.runs import can_be_mapped, log_prob, over_particles, record_run, seeded
+from pyro_l0.infer.runs import can_be_mapped, log_prob, of_rows, over_particles, record_run, seeded
 from pyro_l0.infer.slabs import Conditional, GateSite, gate_site, with_latent_gates
 from pyro_l0.infer.target import POINTS, InferenceTarget, Point
 from pyro_l0.maths.monte_carlo import MOST_ERROR, Trust
@@ -128,12 +127,8 @@ def check_model(target: InferenceTarget, guide: AutoSpikeSlab, mapped: bool) -> 
 
     def log_density(points: Sequence[Point]) -> Tensor:
         latent = [name for name, site in sites.items() if is_drawn(site) and not site["is_observed"]]
-        if not mapped:
-            return torch.stack([density({name: point[name] for name in latent}) for point in points])
         stacked = {name: torch.stack([point[name] for point in points]) for name in latent}
-        with pyro.validation_enabled(False):
-            found: Tensor = torch.vmap(density, randomness="different")(stacked)
-        return found
+        return of_rows(density, stacked, mapped=mapped)
 
     advice = "Let no code of the model depend on how many dimensions its draws have, and write into no tensor in place."
     target.check(log_density, points, "fit", advice)
@@ -275,13 +270,9 @@ def _by_chains(
     """P(z != 0) by chains, its errors, and whether these hold latents at their means whose uncertainty matters."""
     drawn = guide.draws(chains)
     expansions = guide.expansions(target, drawn)
-    collapsed, log_likelihood = at_mean = next(expansions)
-    quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
-    if quadratic:
-        one, likelihood_of_one = next(expansions, at_mean)
-        quadratic = is_quadratic(likelihood_of_one, one.quadratic)
-    if quadratic:
-        collapsed, _ = next(expansions, at_mean)
+    at_mean = next(expansions)
+    quadratic = is_quadratic(*at_mean) and is_quadratic(*next(expansions, at_mean))
+    collapsed, log_likelihood = next(expansions, at_mean) if quadratic else at_mean
     start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
     running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
     run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
