@@ -271,8 +271,8 @@ def correlated_posterior(
     hyper = Layout({name: sites[name] for name in learned}, transforms)
     slabs = Layout({name: sites[name] for name in slab_names})
     like = sites[gate_names[0]]["value"]
-    medians = {name: middle(sites[name]["fn"], transforms.get(name)).to(like) for name in learned}
-    start = hyper.together(medians) if learned else like.new_zeros(0)
+    medians = {name: middle(sites[name]["fn"], transforms.get(name)) for name in learned}
+    start = hyper.together(medians).to(like)
     rates_at = {x.name: sites[x.name]["fn"].mean.detach().expand_as(latent[x.name]) for x in rates}
     model = OpenModel(target, {**latent, **rates_at}, slabs, gates, hyper)
     gate_of = _gates_of_slabs(model, start)

@@ -57,11 +57,11 @@ class Layout:
         return self.pieces(torch.arange(self.size, device=device))
 
     def reals(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each site's value on the real line, of one vector."""
-        return {name: x.reshape(self.real_shapes[name]) for name, x in self.pieces(flat).items()}
+        """Each site's value on the real line, with any dimensions in front."""
+        return {name: x.reshape(flat.shape[:-1] + self.real_shapes[name]) for name, x in self.pieces(flat).items()}
 
     def apart(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each site's value in its shape and support, of one vector."""
+        """Each site's value in its shape and support, with any dimensions in front."""
         return {
             name: self.transforms[name](x) if name in self.transforms else x for name, x in self.reals(flat).items()
         }
@@ -72,7 +72,7 @@ class Layout:
         for name, shape in self.real_shapes.items():
             x = self.transforms[name].inv(values[name]) if name in self.transforms else values[name]
             flat.append(x.reshape(*x.shape[: x.dim() - len(shape)], shape.numel()))
-        return torch.cat(flat, -1)
+        return torch.cat(flat or [torch.zeros(0)], -1)
 
     def log_jacobian(self, flat: Tensor) -> Tensor:
         """Log of the derivative of the map from one vector to the sites' supports, shape ``()``."""

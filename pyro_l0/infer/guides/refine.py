@@ -238,8 +238,7 @@ class RefinedPosterior(Trust, JointDraws):
         gates, slabs = self._draw(n)
         slabs = self._collapsed.placed(gates, slabs)
         found = {name: x.expand(n, *x.shape) for name, x in self._collapsed.others.items()}
-        for layout, flat in ((self._collapsed.gates, gates), (self._collapsed.slabs, slabs)):
-            found |= {name: x.reshape(n, *layout.shapes[name]) for name, x in layout.pieces(flat).items()}
+        found |= self._collapsed.gates.apart(gates) | self._collapsed.slabs.apart(slabs)
         for rate in self._collapsed.rates:
             found[rate.name] = Beta(*rate.parameters(found)).sample().reshape(n, *rate.shape)
         return found

@@ -104,10 +104,10 @@ class LogJoint:
         for name, site in latent.items():
             if site["fn"].support.is_discrete:
                 raise NotImplementedError(f"Site {name!r} is discrete, {site['fn']}: {SUM_OUT}")
-        self.latent = Layout(latent, {name: biject_to(site["fn"].support) for name, site in latent.items()})
+        self.latent = _layout(latent)
         self.binary = Layout({name: site for name, site in self.sites.items() if _has_atoms(site)})
         values = {name: site["value"].detach() for name, site in self.sites.items()}
-        start = self.latent.together(values) if latent else torch.zeros(0)
+        start = self.latent.together(values)
         self.start = start.to(torch.promote_types(start.dtype, torch.get_default_dtype()))
         if self.binary.size > MOST_GATES:
             raise ValueError(
@@ -191,13 +191,15 @@ class LogJoint:
         vectors, codes, jacobians = [], [], []
         for point in points:
             sites: dict[str, Site] = self._target.trace_at(point).nodes
-            transforms = {name: biject_to(sites[name]["fn"].support) for name in self.latent.shapes}
-            reals = {name: transform.inv(point[name]) for name, transform in transforms.items()}
-            vectors.append(torch.cat([self.start[:0], *(x.reshape(-1) for x in reals.values())]))
-            codes.append(torch.cat([self.start[:0], *(point[x].reshape(-1) for x in self.binary.shapes)]))
-            logs = [x.log_abs_det_jacobian(reals[name], point[name]).sum() for name, x in transforms.items()]
-            jacobians.append(torch.stack([self.start.new_zeros(()), *logs]).sum())
+            latent = _layout({name: sites[name] for name in self.latent.shapes})  # supports may differ between points
+            vectors.append(latent.together(point).to(self.start))
+            codes.append(self.binary.together(point).to(self.start))
+            jacobians.append(latent.log_jacobian(vectors[-1]))
         return self.many(torch.stack(vectors), torch.stack(codes))[0] - torch.stack(jacobians)
+
+
+def _layout(sites: Mapping[str, Site]) -> Layout:
+    return Layout(sites, {name: biject_to(site["fn"].support) for name, site in sites.items()})
 
 
 class _At(Messenger):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -92,13 +94,10 @@ def _swaps(log_joint: LogJoint, slabs: Sequence[GatedSlab], active: Mapping[str,
     ranked: list[tuple[float, str, int, int]] = []
     for gate, probability in active.items():
         if gate not in stay:
-            p = probability.flatten()
-            one_of_two = (p[:, None] * (1 - p)).triu(1) + (p * (1 - p[:, None])).triu(1)
-            pairs = torch.triu_indices(len(p), len(p), 1).T.tolist()
-            ranked += [(float(one_of_two[i, j]), gate, i, j) for i, j in pairs]
-    ranked.sort(reverse=True)
+            pairs = combinations(enumerate(probability.flatten().tolist()), 2)
+            ranked += [(p * (1 - q) + q * (1 - p), gate, i, j) for (i, p), (j, q) in pairs]
     swaps = []
-    for _, gate, i, j in ranked[:_MOST_PAIRS]:
+    for _, gate, i, j in heapq.nlargest(_MOST_PAIRS, ranked):
         own = [slab for slab in slabs if slab.gate == gate]
         swaps += [_swap(log_joint, gate, own, i, j, sign) for sign in (1.0, -1.0)]
     return [swap for swap in swaps if swap is not None]
@@ -333,8 +332,7 @@ def _complete(
         values[product_name(gate, name)] = alignment.of(values[gate], 1) * values[name]
     gates = dict.fromkeys((*posterior.gates, *(slab.gate for slab in slabs)))
     probabilities = {name: (values[name] != 0).double() for name in gates}
-    for name, x in posterior.binary.pieces(conditional).items():
-        probabilities[name] = x.reshape(values[name].shape)
+    probabilities |= posterior.binary.apart(conditional)
     samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}
     agreement, ess, _ = chain_statistics(samples)
     probabilities = {name: x.unflatten(0, by_chain) for name, x in probabilities.items()}
