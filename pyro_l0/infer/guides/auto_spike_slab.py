@@ -377,11 +377,11 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     def summary(self, draws: int | None = None) -> Summary:
         """As of other posteriors, and in a column ``check`` what :func:`~pyro_l0.infer.check_fit` found."""
         found = super().summary(draws)
-        checks, at = self._checks
-        is_now = all(map(torch.equal, at, self.parameters()))
-        checks = {**{name: torch.zeros_like(x, dtype=torch.long) for name, x in self._fixed.items()}, **checks}
+        marked, at = self._checks
+        marked = marked if all(map(torch.equal, at, self.parameters())) else {}
+        checks = {**{name: torch.zeros_like(x, dtype=torch.long) for name, x in self._fixed.items()}, **marked}
         for name, site in found.items():
-            check = checks[name] if name in checks and is_now else torch.ones_like(site.mean, dtype=torch.long)
+            check = checks.get(name, torch.ones_like(site.mean, dtype=torch.long))
             gate = self._active(name, site.mean[None], checks) if name in checks else None
             found[name] = site._replace(check=check if gate is None else torch.maximum(check, gate))
         return found
