@@ -201,7 +201,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             if self._pending:
                 joint.load_state_dict(self._pending)
                 self._pending = {}
-            joint.posteriors = self._posteriors
+            joint.posteriors = self._of_kind(GatesPosterior)
             joint.plates = {name: plates_and_shape(site)[0] for name, site in target.sites.items()}
             self.joint = joint
         self.prototype_trace = prototype

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.infer.guides.expansion import IndependentSlabs, OpenModel, SlabPosterior, StructuredSlabs, expand
-from pyro_l0.infer.guides.mean_field import (
-    MEAN_FIELD,
-    GatesPosterior,
-    Layout,
-    SitePosterior,
-    middle,
-    transform_to_support,
-)
+from pyro_l0.infer.guides.mean_field import MEAN_FIELD, GatesPosterior, Layout, middle, transform_to_support
 from pyro_l0.infer.record import Record
 from pyro_l0.infer.slabs import Conditional, JointSample, alignment_of, check_whole, gate_site
 from pyro_l0.infer.target import ConjugateRate, InferenceTarget
@@ -111,7 +104,7 @@ class CorrelatedPosterior(nn.Module):
         self.gates, self.hyper, self.slabs, self.rates = gates, hyper, slabs, tuple(rates)
         self.chain, self.hyper_posterior, self.slab_posterior = chain, hyper_posterior, slab_posterior
         self.register_buffer("hyper_start", hyper_posterior.loc.detach().clone())
-        self.posteriors: Mapping[str, SitePosterior] = {}
+        self.posteriors: Mapping[str, GatesPosterior] = {}
         self.plates: Mapping[str, tuple[str, ...]] = {}
 
     @property
@@ -191,8 +184,7 @@ class CorrelatedPosterior(nn.Module):
 
     def _distributions(self) -> dict[str, GateDistribution]:
         """The gates by site; of a chain, given closed gates before them."""
-        found = {name: x for name, x in self.posteriors.items() if isinstance(x, GatesPosterior)}
-        return {name: gates.distribution(gates.parameters) for name, gates in found.items()}
+        return {name: gates.distribution(gates.parameters) for name, gates in self.posteriors.items()}
 
     def _base(self) -> Tensor:
         """Log odds of the gates of a chain given closed gates before them, shape ``(size,)``."""
