@@ -4,10 +4,24 @@ import pyro
 import pyro.distributions as dist
 import torch
 
+from pyro_l0 import BernoulliGate
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
 from tests.reference_posteriors import all_gates
 
 SLAB = {"w": "z"}
+
+
+def features(size, rate=0.2, prior=None, **plate):
+    """Gates, and slabs of a standard normal or another prior."""
+    with pyro.plate("features", size, **plate):
+        z = pyro.sample("z", BernoulliGate(probs=torch.as_tensor(rate)))
+        return z, pyro.sample("w", dist.Normal(0.0, 1.0) if prior is None else prior)
+
+
+def observe(mean, y, noise=1.0):
+    """Normal observations in a plate."""
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, noise), obs=y)
 
 
 def regression(x, y, gate, slab, noise=1.0, offset=0.0):

@@ -90,12 +90,6 @@ def test_a_trace_has_it():
     assert site["fn"].log_prob(site["value"]).tolist() == LOG_FACTOR.tolist()
 
 
-def test_other_than_a_tensor_is_refused():
-    """By its kind."""
-    with pytest.raises(TypeError, match=r"Expected log_factor to be a tensor, but got .* float"):
-        factor("y", 1.0)
-
-
 def test_generators_are_as_before_where_a_run_raises():
     """NumPy's, torch's and Python's; a diagnosis measures losses that may fail."""
 

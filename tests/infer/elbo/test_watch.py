@@ -199,15 +199,6 @@ def test_an_empty_minibatch(kind):
         L0_ELBO("l0").differentiable_loss(program, AutoGate(program), nothing, X[:0], Y[:0])
 
 
-@pytest.mark.parametrize("option", ["lam", "group_size", "weight_decay"])
-@pytest.mark.parametrize("shape", [(4,), (2, 3), (2,)])
-def test_a_coefficient_of_a_wrong_shape(option, shape):
-    options = {"lam": 1.0, option: torch.ones(shape), "square_norm": {"z": lambda: torch.ones(3)}}
-    message = rf"Expected {option} to broadcast against gate site 'z' of shape \(3,\), but got shape"
-    with pytest.raises(ValueError, match=message):
-        L0_ELBO("l0", **options).differentiable_loss(model_of_gates, AutoGate(model_of_gates))
-
-
 def network(returns):
     """A classifier as torch users write it."""
     return Net(

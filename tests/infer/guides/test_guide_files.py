@@ -140,12 +140,6 @@ def test_a_first_call_that_fails_leaves_a_fresh_guide():
     assert guide(4)["a.z"].shape == (4,)
 
 
-@pytest.mark.parametrize("temper", ["abc", 0.0, -1.0, 2.0, float("nan"), None])
-def test_a_temper_is_a_number_or_a_function(temper):
-    with pytest.raises(ValueError, match=r"temper to be a number in \(0, 1\] or a function of the step"):
-        L0_ELBO("l0", temper=temper)
-
-
 def test_a_state_with_nan_is_refused():
     """Its gates would read as surely closed."""
     state = trained().state_dict()

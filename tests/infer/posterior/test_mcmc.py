@@ -211,24 +211,6 @@ def test_density_is_pyros():
     torch.testing.assert_close(torch.autograd.grad(record(a), a), torch.autograd.grad(posterior.potential(b), b))
 
 
-def impossible():
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    pyro.factor("never", w - math.inf)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (impossible, {}, r"finite log density somewhere.*\['w'\]"),
-        (impossible, {"num_chains": 1}, r"num_chains of at least 2, but got 1"),
-    ],
-)
-def test_what_cannot_be_sampled(model, options, message):
-    """Named, with what to do."""
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        sample_posterior(model, **options)
-
-
 def test_gates_alone_are_drawn_exactly():
     """Without a continuous variable nothing is left to a sampler."""
 
