@@ -220,7 +220,7 @@ VALUES = [
     (lambda: AutoGate(impossible)(), "no gate site in the model"),
     (lambda: AutoGate(two_sites).posterior(), "has not seen the model yet"),
     (lambda: called(slab={"v": "z"}), "Expected slab to name latent sites of the model, but 'v' is none"),
-    (lambda: of_slabs(NORMAL, init_loc={"w": torch.zeros(2)}), r"finite numbers of shape \(3,\) .* Set init_loc\['w'\]"),
+    (lambda: of_slabs(NORMAL, init_loc={"w": torch.zeros(2)}), r"numbers of shape \(3,\) .* Set init_loc\['w'\]"),
     *each(
         lambda start: of_slabs(start[0], init_loc={"w": torch.full((3,), start[1])}),
         r"slab site 'w' to start at finite numbers .* Set init_loc\['w'\]",

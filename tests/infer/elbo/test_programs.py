@@ -1,6 +1,7 @@
 """Programs of other kinds than the examples': each is right, or refused by a message that names the thing."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -46,23 +47,52 @@ class Trainer:
         self.model()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        with_a_global,
-        with_a_nonlocal(),
-        Trainer().model,
-        Trainer(),
-        partial(with_a_global),
-        poutine.block(with_a_global, hide=["other"]),
-        Net(lambda net: with_a_global(), net=NETS[0]),
-    ],
-    ids=["global", "nonlocal", "method", "object", "partial", "handler", "module"],
-)
-def test_a_loss_that_is_computed_and_dropped(model):
-    """No argument, nothing returned: the network that is in use tells it from a prior."""
-    with pytest.raises(ValueError, match=r"Expected a likelihood.*has parameters to train"):
-        L0_ELBO("l0", lam=0.1).differentiable_loss(model, AutoGate(model))
+def network(returns):
+    """A classifier as torch users write it, on the data."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 1))
+    return Net(lambda net, x, y: returns(F.mse_loss(net.net(x)[:, 0], y)), net=net), X, Y.float()
+
+
+def function():
+    effect = pyro.deterministic("effect", 2 * gates())
+    return F.mse_loss(X @ effect, Y.float())
+
+
+LOST = {
+    "global": (with_a_global,),
+    "nonlocal": (with_a_nonlocal(),),
+    "method": (Trainer().model,),
+    "object": (Trainer(),),
+    "partial": (partial(with_a_global),),
+    "handler": (poutine.block(with_a_global, hide=["other"]),),
+    "module": (Net(lambda net: with_a_global(), net=NETS[0]),),
+    "returned tensor": network(lambda x: x),
+    "returned tuple": network(lambda x: (x, None)),
+    "returned dict": network(lambda x: {"loss": x}),
+    "returned nothing": network(lambda x: None),
+    "returned object": network(lambda x: SimpleNamespace(loss=x)),
+    "function": (function,),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_loss_that_is_dropped_or_returned(name):
+    """There is no likelihood, and only the price of gates would be trained; networks in use tell it from a prior."""
+    model, *data = LOST[name]
+    message = "has parameters to train"
+    if data:
+        message = "no observed site and no factor.*pyro_l0.infer.factor"
+    elif model is function:
+        message = r"returns a tensor of shape \(\)"
+    elbo = L0_ELBO("l0", lam=0.1)
+    for call in (elbo.differentiable_loss, elbo.loss_and_grads, elbo.loss) if data else (elbo.differentiable_loss,):
+        with pytest.raises(ValueError, match=f"Expected a likelihood.*{message}"):
+            call(model, AutoGate(model), *data)
+
+
+def test_a_prior_alone():
+    """Draws that are returned are no loss."""
+    assert L0_ELBO("l0", lam=1.0).differentiable_loss(gates, AutoGate(gates)).requires_grad
 
 
 def test_a_cost_that_was_read_before_the_guide():

@@ -10,6 +10,7 @@ from pyro.infer import Predictive
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoGate, AutoSpikeSlab
+from tests.infer.regressions import features
 
 DRAWS = 400
 ERRORS = 5
@@ -25,9 +26,7 @@ def data():
 
 
 def model(x, y=None):
-    with pyro.plate("features", x.shape[1]):
-        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.3)))
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    z, w = features(x.shape[1], 0.3)
     beta = pyro.deterministic("beta", z * w)
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(beta @ x.T, 0.5), obs=y)

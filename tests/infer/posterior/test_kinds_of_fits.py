@@ -1,7 +1,5 @@
 """Models of many kinds that correlated guides take: parts of data, gates alone, dtypes and sizes."""
 
-import warnings
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -11,6 +9,7 @@ from pyro_l0 import BernoulliGate
 from pyro_l0.infer import L0_ELBO, check_fit, fit
 from pyro_l0.infer.posterior import fit as fitting
 from tests.infer.regressions import correlated_guide, features, leave_one_out, observe
+from tests.spike_slab_designs import Design
 
 X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
 Y = X[:, 0] + torch.randn(20, generator=torch.Generator().manual_seed(1))
@@ -72,6 +71,7 @@ def test_parameters_can_not_be_made_in_many_particles_at_once():
         elbo.differentiable_loss(toss, coin)
 
 
+@pytest.mark.filterwarnings("ignore:The loss was still falling")
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_data_of_another_dtype_than_the_default(default):
     """Priors of the default dtype over data of the other: a step of training, its check, and finite numbers."""
@@ -85,31 +85,22 @@ def test_data_of_another_dtype_than_the_default(default):
         observe((z * w * x).sum(-1), y, sigma)
 
     guide = correlated_guide(mixed, hyper=("sigma",))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "The loss was still falling")
-        fit(mixed, guide, steps=3, num_particles=4)
-        assert check_fit(mixed, guide, flips=9).active_probs["z"].isfinite().all()
+    fit(mixed, guide, steps=3, num_particles=4)
+    assert check_fit(mixed, guide, flips=9).active_probs["z"].isfinite().all()
     assert {x.dtype for x in guide.draws(2).values()} == {default}
 
 
+@pytest.mark.filterwarnings("ignore:The loss was still falling")
 @pytest.mark.parametrize("p", [1, 12])
 def test_one_feature_and_more_features_than_observations(p):
     """With every hyperparameter unknown, in one pass of fit and check; probabilities stay apart from 0 and 1."""
     x = torch.randn(8, p, generator=torch.Generator().manual_seed(2))
     y = x[:, 0] + torch.randn(8, generator=torch.Generator().manual_seed(3))
 
-    def program():
-        sigma, tau = pyro.sample("sigma", dist.HalfCauchy(1.0)), pyro.sample("tau", dist.HalfNormal(1.0))
-        rate = pyro.sample("rate", dist.Beta(1.0, 4.0))
-        z, w = features(p, rate, dist.Normal(0.0, tau))
-        pyro.deterministic("beta", z * w)
-        observe((z * w) @ x.mT, y, sigma)
-
-    guide = correlated_guide(program, hyper=("sigma", "tau", "rate"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The loss was still falling")
-        fit(program, guide, steps=40, num_particles=16, seed=0)
+    priors = {"sigma": dist.HalfCauchy(1.0), "tau": dist.HalfNormal(1.0), "rate": dist.Beta(1.0, 4.0)}
+    model = Design("small", x, y, **priors).model
+    guide = correlated_guide(model, hyper=("sigma", "tau", "rate"))
+    fit(model, guide, x, y, steps=40, num_particles=16, seed=0)
     probs = guide.active_probs()["z"]
     assert probs.shape == (p,)
     assert float(probs.min()) > 0.02
@@ -117,4 +108,4 @@ def test_one_feature_and_more_features_than_observations(p):
     draws = guide.draws(500)
     assert bool((draws["sigma"] > 0).all() and (draws["tau"] > 0).all())
     assert 0.05 < float(draws["rate"].mean()) < 0.6
-    assert check_fit(program, guide, flips=9).active_probs["z"].isfinite().all()
+    assert check_fit(model, guide, x, y, flips=9).active_probs["z"].isfinite().all()

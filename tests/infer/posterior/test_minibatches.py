@@ -7,14 +7,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_l0 import BernoulliGate
-from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, fit
+from pyro_l0.infer import AutoSpikeSlab, fit
 from pyro_l0.infer.posterior import fit as fitting
+from tests.infer.regressions import SLAB, features, leave_one_out
 
 N, ROWS = 60, 20
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.tensor([0.9, 0.4, 0.0]) + 1.4 * torch.randn(N, generator=torch.Generator().manual_seed(1))
-SLAB = {"w": "z"}
 
 
 class Model:
@@ -25,9 +24,7 @@ class Model:
         self.rows = []
 
     def __call__(self):
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=0.3))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features(3, 0.3)
         with pyro.plate("data", N, subsample_size=ROWS) as rows:
             self.rows.append(rows)
             intercept = pyro.sample("intercept", dist.Normal(0.0, 1.0))
@@ -37,13 +34,7 @@ class Model:
 
 
 def objective(num_particles, mapped):
-    return L0_ELBO(
-        "spike_slab",
-        slab=SLAB,
-        estimator="leave_one_out",
-        num_particles=num_particles,
-        vectorize_particles=mapped,
-    )
+    return leave_one_out(num_particles, vectorize_particles=mapped)
 
 
 def start(model):
