@@ -63,26 +63,6 @@ def test_expected_weight_decay():
     assert elbo.terms(model, guide)["l2"].item() == near(loss.detach())
 
 
-def test_spike_slab_weighs_the_slab_by_its_gate():
-    """Eq. 20 with q(z != 0), element by element: a gate per column of a weight matrix."""
-    q_w, p_w = dist.Normal(torch.randn(2, 3).double(), 0.3), dist.Normal(torch.zeros(2, 3).double(), 1.5)
-
-    def model():
-        plated(PRIOR)
-        pyro.sample("w", p_w.to_event(2))
-
-    def guide():
-        plated(POSTERIOR)
-        pyro.sample("w", q_w.to_event(2))
-
-    expected_slab = (kl_divergence(q_w, p_w) * ACTIVE).sum()
-    terms = L0_ELBO("spike_slab", slab={"w": "z"}).terms(model, guide)
-    assert terms["kl_slab"].item() == near(expected_slab)
-    assert terms["kl_gate"].item() == near(kl_divergence(POSTERIOR, PRIOR).sum())
-    # The other objectives know no slabs: the KL of w is one of the others, at full weight.
-    assert L0_ELBO("l0").loss(model, guide) == near(kl_divergence(q_w, p_w).sum())
-
-
 def with_data(scale=1.0):
     z = plated(PRIOR)
     with poutine.scale(scale=scale), pyro.plate("data", 4):

@@ -288,11 +288,3 @@ def test_a_guides_gradient_is_measured():
     loss = 0.5 * ((1.5 - gate.mean.sum()) ** 2 + gate.variance.sum()) + kl_divergence(gate, prior).sum()
     (exact,) = torch.autograd.grad(loss, guide.locations())
     assert ((report.mean - exact).abs() < 5 * report.standard_error).all()
-
-
-def test_an_extra_term_of_a_name_of_its_row_is_refused(monkeypatch):
-    """Two terms of one name would be added up, and one's ``is_kl`` would scale both."""
-    own = Term("own", lambda group, elbo: group.active_prob.sum())
-    monkeypatch.setitem(OBJECTIVES, "with own", (*OBJECTIVES["l0"], own))
-    with pytest.raises(ValueError, match=r"names other than .*'own'.*, but got 'own'"):
-        L0_ELBO("with own", extra_terms=[own])

@@ -11,7 +11,7 @@ import torch
 from pyro.infer import SVI
 from torch import nn
 
-from pyro_l0 import BernoulliGate, HardConcrete, RectifiedNormal
+from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 
 
@@ -54,23 +54,6 @@ def test_pickling_a_guide(copied):
     before = {name: x.clone() for name, x in other.state_dict().items()}
     trained(other, 1)
     assert all(not torch.equal(x, before[name]) for name, x in other.state_dict().items())
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_pickling_a_correlated_guide(copied):
-    """After SVI has stepped the parameters of all its parts."""
-
-    def correlated():
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        z = pyro.sample("z", BernoulliGate(probs=torch.full((3,), 0.2)).to_event(1))
-        pyro.sample("y", dist.Normal((z * w).sum(), 0.5), obs=torch.tensor(1.0))
-
-    guide = AutoSpikeSlab(correlated, slab={"w": "z"}, gates="autoregressive", slabs="structured")
-    elbo = L0_ELBO("spike_slab", slab={"w": "z"}, estimator="leave_one_out", num_particles=2)
-    SVI(correlated, guide, pyro.optim.Adam({"lr": 0.1}), elbo).step()
-    other = copied(guide)
-    assert all(torch.equal(x, other.state_dict()[name]) for name, x in guide.state_dict().items())
-    assert {name: x.shape for name, x in other().items()} == {"w": (3,), "z": (3,)}
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)

@@ -49,16 +49,6 @@ def test_tempered_gibbs_is_the_posterior():
     assert torch.equal(again, posterior.active_probs()["z"])
 
 
-def test_a_plain_mean_field_guide_refines_too_and_stays():
-    linear, exact = design(6)
-    guide = AutoSpikeSlab(linear.model, slab=SLAB)
-    guide(linear.x, linear.y)
-    before = {name: value.clone() for name, value in guide.state_dict().items()}
-    posterior = guide.refine(linear.x, linear.y, seed=1)
-    torch.testing.assert_close(posterior.active_probs()["z"], exact.inclusion, atol=0.02, rtol=0)
-    assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
-
-
 def test_mean_field_of_independent_features():
     x = torch.linalg.qr(torch.randn(60, 6, dtype=torch.float64)).Q * math.sqrt(60)
     y = 0.4 * x[:, 0] + torch.randn(60, dtype=torch.float64)
