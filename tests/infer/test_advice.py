@@ -40,9 +40,6 @@ def log_grid(log_likelihood):
     return torch.stack(logs).softmax(0) @ gates
 
 
-# ------------------------------------------------------------ discrete latents
-
-
 def of_label(mean, label):
     return dist.Normal(mean + 3 * label - 1, NOISE)
 
@@ -98,8 +95,7 @@ def test_discrete_latents_are_refused_with_ways_out(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "options"),
-    [(mixture, {}), (mixture, CORRELATED), (factor, {}), (factor, CORRELATED), (with_gates, {})],
+    ("model", "options"), [(mixture, {}), (mixture, CORRELATED), (factor, {}), (factor, CORRELATED), (with_gates, {})]
 )
 def test_labels_that_are_summed_out_or_gates(model, options):
     """As is advised; a mean field over gates as labels may be less exact, but then says so."""
@@ -111,9 +107,6 @@ def test_labels_that_are_summed_out_or_gates(model, options):
             sample_posterior(model, slab=SLAB, seed=0, num_samples=8, warmup_steps=5, num_chains=2)
     off = float((guide.active_probs()["z"] - exact()).abs().max())
     assert off < 0.06 or (model is with_gates and (off < 0.12 or not result.ok))
-
-
-# ------------------------------------------------------------ what correlated guides and chains refuse
 
 
 def with_intercept():

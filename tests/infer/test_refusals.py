@@ -160,6 +160,17 @@ ASKED = [
 
 VALUES = [
     # objectives and their terms
+    (lambda: L0_ELBO("elbo"), "objective 'l0', 'free_energy' or 'spike_slab', but got 'elbo'"),
+    (lambda: L0_ELBO(lam=-1.0), "lam to be finite and not negative, but got -1.0"),
+    (lambda: L0_ELBO(lam={"z": math.nan}), r"lam\['z'\] to be finite"),
+    (lambda: L0_ELBO(group_size=math.inf), "group_size to be finite"),
+    (lambda: L0_ELBO(kl_scale=-0.5), "kl_scale to be finite and not negative"),
+    (lambda: L0_ELBO(num_particles=0), "num_particles of at least 1, but got 0"),
+    (lambda: L0_ELBO("spike_slab"), "slab={'w': 'z', ...}"),
+    (lambda: L0_ELBO("spike_slab", slab=SLAB, lam=0.1), "no lam for objective='spike_slab'"),
+    (lambda: L0_ELBO("l0", slab=SLAB), "no other, but got {'w': 'z'} for 'l0'"),
+    (lambda: L0_ELBO(estimator="reinforce"), "estimator to be one of .*'arm'.*, but got 'reinforce'"),
+    (lambda: L0_ELBO(estimator="leave_one_out"), "num_particles of at least 2, but got 1"),
     (lambda: with_terms(Term("l0", lambda *_: None)), "names other than .*'l0'.*, but got 'l0'"),
     (lambda: with_terms(SILENT, SILENT), "but got 'x'"),
     (lambda: with_terms(SILENT._replace(kind="gate")), "kind of extra term 'x' in .*'gates'.*got 'gate'"),
@@ -284,6 +295,7 @@ VALUES = [
         lambda: called(a_gate_that_is_seen, **MEAN_FIELD).refine(seed=0),
         "to enter the model as products .* closing gates of 'v'",
     ),
+    (lambda: called(with_noise, hyper=(), **MEAN_FIELD).refine(), "'sigma' are none of its sites; name them in hyper"),
     (lambda: called().slabs(), "they depend on their gates; use draws"),
     (
         lambda: called(in_events).keep({"z": torch.tensor([0])}),
@@ -299,6 +311,8 @@ VALUES = [
     (lambda: sample_posterior(impossible, num_chains=1), "num_chains of at least 2, but got 1"),
 ]
 TYPES = [
+    (lambda: L0_ELBO(lam="0.1"), "lam to be a number or a tensor, but got .* str"),
+    (lambda: L0_ELBO(vectorize_particles=1), "vectorize_particles to be True or False"),
     (lambda: factor("y", 1.0), "Expected log_factor to be a tensor, but got .* float"),
     (lambda: with_terms("horseshoe"), "each of extra_terms to be a pyro_l0.infer.elbo.terms.Term, but got .* str"),
     (

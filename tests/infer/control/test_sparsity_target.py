@@ -147,8 +147,7 @@ def train(guide, loss, target, steps, optimiser=None):
 
 
 @pytest.mark.parametrize(
-    ("budget", "steps"),
-    [(0.8, 60), (0.4, 60), (0.1, 60), (0.1, 300), pytest.param(0.4, 1500, marks=pytest.mark.slow)],
+    ("budget", "steps"), [(0.8, 60), (0.4, 60), (0.1, 60), (0.1, 300), pytest.param(0.4, 1500, marks=pytest.mark.slow)]
 )
 def test_training_ends_at_the_most_valuable_units(budget, steps):
     """The budget keeps the largest signals, uses all of it, and decides every gate."""
@@ -380,18 +379,10 @@ def test_a_report():
         (
             (0.5, count),
             {"at_least": {"a": 3}},
-            "the gates that at_least and multiple_of keep open meet, which cost {'cost': 0.59",
+            "that at_least and multiple_of keep open meet, which cost {'cost': 0.59",
         ),
-        (
-            (0.5, lambda gates: count(gates).detach()),
-            {},
-            "Expected a cost that torch can differentiate .* 'cost' has no",
-        ),
-        (
-            (0.5, lambda gates: 30 - count(gates)),
-            {},
-            "but got {'cost': 0.5}. A cost has to fall as gates close.",
-        ),
+        ((0.5, lambda gates: count(gates).detach()), {}, "a cost that torch can differentiate .* 'cost' has no"),
+        ((0.5, lambda gates: 30 - count(gates)), {}, "but got {'cost': 0.5}. A cost has to fall as gates close."),
         ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
     ],
 )

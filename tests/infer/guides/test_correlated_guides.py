@@ -59,9 +59,6 @@ def exact():
     return GaussianPosterior(X, Y, 1.0, 1.0, RATE).summary()
 
 
-# ------------------------------------------------------------ Pyro's own
-
-
 @pytest.mark.parametrize(
     "loss",
     [
@@ -120,9 +117,6 @@ def test_in_a_list_of_guides():
     assert any(name.startswith("AutoGuideList.0.joint") for name in pyro.get_param_store())
 
 
-# ------------------------------------------------------------ copies and files
-
-
 def test_copies_files_and_states_give_the_same_draws():
     """deepcopy, torch.save, and a state that is loaded before or after the first call; of parts that SVI stepped."""
     guide = correlated()
@@ -146,9 +140,6 @@ def test_copies_files_and_states_give_the_same_draws():
             assert torch.equal(draws(other)[name], expected)
     with pytest.raises(ValueError, match="Expected an AutoSpikeSlab with its model, but this one was copied or loaded"):
         copy.deepcopy(guide).refine()
-
-
-# ------------------------------------------------------------ the posterior is right
 
 
 @pytest.mark.slow

@@ -45,9 +45,6 @@ def chain(hyper=0):
     return shaken(GateChain(P, hyper, coupled=True, like=X), 1.0)
 
 
-# ------------------------------------------------------------ gates
-
-
 def test_gates_of_a_chain_given_those_before():
     """Log odds entry by entry, of which the upper triangle is no part; frequencies of all sets of draws."""
     gates, base, shift, n = chain(hyper=2), X.new_tensor([0.4, -1.0, 0.2]), X.new_tensor([0.7, -0.3]), 40_000
@@ -80,9 +77,6 @@ def test_drawn_is_a_density_of_its_value_alone():
     assert fn.sample() is value
     assert fn.rsample() is value
     torch.testing.assert_close(fn.log_prob(value), dist.Normal(0.0, 2.0).log_prob(value))
-
-
-# ------------------------------------------------------------ other latents
 
 
 def test_hyper_posterior_is_one_gaussian():
@@ -132,9 +126,6 @@ def test_a_rate_that_is_not_itself_the_gates_probability_is_learned():
     guide = correlated(with_rate(lambda rate: 0.5 * rate), hyper=("rate",))
     assert guide.joint.rates == ()
     assert guide.joint.hyper.size == 1
-
-
-# ------------------------------------------------------------ gradient and evidence
 
 
 def exact_loss(guide, objective, lam):

@@ -74,9 +74,6 @@ def exact(taus=None):
     return weights.sum(1) @ gates, effect, float(log.logsumexp((0, 1)))
 
 
-# ------------------------------------------------------------ right
-
-
 @pytest.mark.slow
 def test_a_random_intercept():
     """Within .02 of the enumeration, and so are the check and a refined posterior; nothing is named."""
@@ -142,9 +139,6 @@ def test_local_latents_in_minibatches():
     for refuse in (lambda: check_fit(model, guide, rows), lambda: AutoSpikeSlab(model, SLAB, **CORRELATED)(rows)):
         with pytest.raises(ValueError, match="Expected site 'e' in plates of their full size, but 'data' is subsampl"):
             refuse()
-
-
-# ------------------------------------------------------------ every kind
 
 
 def scales_of(count):

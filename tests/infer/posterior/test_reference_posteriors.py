@@ -14,12 +14,7 @@ from torch.distributions import MultivariateNormal
 from tests.posterior_references import FILE, problem, reference
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.sampled_posteriors import importance_sampled_posterior
-from tests.spike_slab_designs import (
-    Design,
-    gaussian_design,
-    generalised_linear_designs,
-    heavy_tailed_designs,
-)
+from tests.spike_slab_designs import Design, gaussian_design, generalised_linear_designs, heavy_tailed_designs
 
 SIGMA, TAU, RATE = 0.8, 0.6, 0.3
 

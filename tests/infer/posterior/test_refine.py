@@ -63,24 +63,6 @@ def test_mean_field_of_independent_features():
 
 
 @pytest.mark.slow
-def test_a_rate_and_a_noise_of_the_model():
-    one = torch.ones((), dtype=torch.float64)
-    linear, _ = design(5, rate=dist.Beta(one, 4.0), sigma=dist.HalfNormal(one))
-    guide = AutoSpikeSlab(linear.model, slab=SLAB, slabs="structured", hyper=("rate", "sigma"))
-    draws = guide.refine(linear.x, linear.y, seed=0).draws(4000)
-    assert draws["sigma"].shape == (4000,)
-    assert bool((draws["sigma"] == draws["sigma"][0]).all())
-    # Given the gates, the rate is Beta(1 + open, 4 + closed).
-    expected = (1 + draws["z"].sum(1)) / 10
-    assert float((draws["rate"] - expected).mean()) == pytest.approx(0.0, abs=0.01)
-    # Takes both without being told, and needs no training.
-    alone = AutoSpikeSlab(linear.model, slab=SLAB).refine(linear.x, linear.y, seed=0)
-    torch.testing.assert_close(alone.active_probs()["z"], draws["z"].mean(0), atol=0.03, rtol=0)
-    with pytest.raises(ValueError, match="sigma"):
-        AutoSpikeSlab(linear.model, slab=SLAB, hyper=()).refine(linear.x, linear.y)
-
-
-@pytest.mark.slow
 def test_groups_switch_together():
     x = torch.randn(80, 3, 2, dtype=torch.float64)
     y = (x[:, 1] @ torch.tensor([0.6, -0.4]).double()) + torch.randn(80, dtype=torch.float64)

@@ -134,10 +134,7 @@ def test_samples_of_gates_of_any_shape():
     ("samples", "message"),
     [
         ({"z_base": torch.zeros(4)}, r"\['w'\] are missing"),
-        (
-            {"z_base": torch.zeros(4), "w": torch.zeros(5)},
-            r"the same dimensions of draws, .* 'w': \(\(5,\), \(\)\)}",
-        ),
+        ({"z_base": torch.zeros(4), "w": torch.zeros(5)}, r"the same dimensions of draws, .* 'w': \(\(5,\), \(\)\)}"),
         ({"z_base": torch.zeros(4), "w": torch.tensor(0.0)}, r"the same dimensions of draws, .* 'w': \(\(\), \(\)\)"),
         ({"z_base": torch.zeros(4), "w": torch.zeros(4), "u": torch.zeros(4)}, r"\['u'\] are not in the model"),
     ],

@@ -54,9 +54,6 @@ def close(found, right, atol=0.03):
     torch.testing.assert_close(found.double(), right, atol=atol, rtol=0)
 
 
-# ------------------------------------------------------------ random models
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_random_models(seed):
     """Against sums over all gates, or refused in words; by turns a fit, a mean field and chains, which take longer."""
