@@ -33,14 +33,18 @@ def regression(x, y, gate, slab, noise=1.0, offset=0.0):
         pyro.sample("y", dist.Normal((z * w) @ x.mT + offset, noise), obs=y)
 
 
-def train(loss, optimiser, steps):
-    """The losses of some steps."""
+def train(loss, optimiser, steps, target=None):
+    """The losses of some steps, with a sparsity target or without."""
     losses = []
     for _ in range(steps):
         optimiser.zero_grad()
         losses.append(loss())
         losses[-1].backward()
+        if target is not None:
+            target.add_gradient()
         optimiser.step()
+        if target is not None:
+            target.ascend()
     return losses
 
 

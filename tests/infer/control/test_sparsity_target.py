@@ -11,6 +11,7 @@ from torch import nn
 
 from pyro_l0 import HardConcrete, HardKumaraswamy, PowerLawGate, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
+from tests.infer import regressions
 
 CLOSING = -math.log(11)  # of a hard concrete's log alpha
 SIZE = torch.tensor([3.0, 0.1, 2.0, 0.2, 2.5, 0.15, 0.3, 1.5, 0.05, 0.25])
@@ -138,12 +139,7 @@ def started(budget, cost=None, *, steps, seed=5, scale=1.0, family=HardConcrete,
 
 def train(guide, loss, target, steps, optimiser=None):
     optimiser = optimiser or torch.optim.Adam(guide.locations(), **target.optimiser_options)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss().backward()
-        target.add_gradient()
-        optimiser.step()
-        target.ascend()
+    regressions.train(loss, optimiser, steps, target)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pyro_l0.infer.elbo.terms import OBJECTIVES, Term
 from pyro_l0.infer.guides.parameters import GateGuide
 from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import name_gates
+from tests.infer.regressions import train
 
 
 class RectifiedLogistic(GateDistribution):
@@ -80,16 +81,8 @@ def regression(net, steps, elbo, guide, target=None):
 
     guide = guide(model)
     guide()
-    loss = elbo(model, guide)
     optimiser = torch.optim.Adam([*net.parameters(), *guide.parameters()], lr=0.05)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss().backward()
-        if target is not None:
-            target.add_gradient()
-        optimiser.step()
-        if target is not None:
-            target.ascend()
+    train(elbo(model, guide), optimiser, steps, target)
     return model, guide, x
 
 

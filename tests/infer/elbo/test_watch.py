@@ -13,6 +13,7 @@ from pyro.infer import SVI
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
 from pyro_l0.infer import runs as watch
+from tests.infer.regressions import train
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = X[:, 0].clone()
@@ -162,10 +163,7 @@ def test_all_gates_closed_is_one_warning_for_a_site():
     optimiser = torch.optim.Adam(guide.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(401):
-            optimiser.zero_grad()
-            elbo.differentiable_loss(two_sites, guide).backward()
-            optimiser.step()
+        train(lambda: elbo.differentiable_loss(two_sites, guide), optimiser, 401)
     assert len(caught) == 1
     assert "All gates of site 'a' are closed at step" in str(caught[0].message)
     assert caught[0].category is UserWarning
@@ -183,16 +181,14 @@ def test_an_empty_minibatch(kind):
             with pyro.plate("data", 20, subsample=index) if kind == "subsample" else pyro.plate("data", len(x)):
                 pyro.sample("y", dist.Normal(x @ z, 1.0), obs=y)
 
-    def program_of_batches(batch):
+    def of_batch(batch):
         program(**batch)
 
-    nothing = torch.arange(0)
-    batch = {"index": nothing, "x": X[:0], "y": Y[:0]}
+    batch = {"index": torch.arange(0), "x": X[:0], "y": Y[:0]}
     message = r"at least one example, but .* empty tensors of shapes \[\(0,\), \(0, 3\), \(0,\)\]"
-    with pytest.raises(ValueError, match=message):
-        L0_ELBO("l0").differentiable_loss(program_of_batches, AutoGate(program_of_batches), batch)
-    with pytest.raises(ValueError, match=message):
-        L0_ELBO("l0").differentiable_loss(program, AutoGate(program), nothing, X[:0], Y[:0])
+    for model, data in ((of_batch, [batch]), (program, batch.values())):
+        with pytest.raises(ValueError, match=message):
+            L0_ELBO("l0").differentiable_loss(model, AutoGate(model), *data)
 
 
 def test_nothing_is_read_on_meta():
