@@ -19,7 +19,6 @@ def features(size, rate=0.2, prior=None, **plate):
 
 
 def observe(mean, y, noise=1.0):
-    """Normal observations in a plate."""
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(mean, noise), obs=y)
 

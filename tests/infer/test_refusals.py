@@ -54,7 +54,6 @@ def two_sites():
 
 
 def in_events():
-    """Gates and slabs outside of plates."""
     z = pyro.sample("z", BernoulliGate(probs=torch.full((2,), 0.2)).to_event(1))
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     pyro.sample("y", dist.Normal((z * w) @ X.mT, 1.0).to_event(1), obs=Y)

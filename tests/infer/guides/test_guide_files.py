@@ -105,7 +105,6 @@ def test_a_state_of_another_model(program, options, message):
 
 
 def test_other_keys_are_unexpected_before_the_first_call_too():
-    """Only the sites' parameters are accepted."""
     for key in ("other", "sites.a.b.c"):
         with pytest.raises(RuntimeError, match="Unexpected key"):
             new().load_state_dict({key: torch.zeros(4)})

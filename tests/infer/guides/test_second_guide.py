@@ -34,7 +34,6 @@ def gates_alone(size):
 
 
 def of_slabs(size):
-    """A guide that was not called."""
     return AutoSpikeSlab(slabs_of(size), slab={"w": "z"}, init_active_prob=0.5)
 
 

@@ -87,7 +87,6 @@ def test_where_gates_act(z_shape, z_event, w_shape, w_event, aligned):
     ],
 )
 def test_gates_that_fit_in_no_way_or_in_several(z_shape, z_event, w_shape, w_event, plates, message):
-    """Refused with both sites and the remedy."""
     z, w = gates(*z_shape), normals(*w_shape)
     with pytest.raises(ValueError, match=message):
         slab_term([fn.to_event(z_event) for fn in z], [fn.to_event(w_event) for fn in w], *plates)

@@ -86,7 +86,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_slab_lives_where_its_prior_does(name):
-    """Draws, densities and median, and a pathwise gradient."""
     prior, mean, (low, high) = OTHERS[name]
     model = model_of(prior)
     guide = started(model, init_scale=2.0)

@@ -33,7 +33,6 @@ def log_slab(w, tau):
 
 
 def log_gates(z, rate):
-    """Log mass of gate vectors."""
     return dist.Bernoulli(torch.full_like(z, rate)).log_prob(z).sum(-1)
 
 

@@ -25,7 +25,6 @@ def data(p, n=60):
 
 
 def design(p, **options):
-    """Design, and its posterior by enumeration."""
     x, y = data(p)
     return Design("linear", x, y, **options), GaussianPosterior(x, y, 1.0, 0.5, 0.2).summary()
 

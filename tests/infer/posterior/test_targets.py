@@ -120,7 +120,6 @@ def test_a_target_with_another_rate_is_found(monkeypatch):
 
 
 def test_another_density_of_a_sampler_is_found(monkeypatch):
-    """One without scales."""
     monkeypatch.setattr(log_joint, "log_prob", lambda site: site["fn"].log_prob(site["value"]))
     with pytest.raises(ValueError, match=r"the log density that sample_posterior uses .* from one value of 'z' to"):
         LogJoint(InferenceTarget(lambda: plain(5.0)))
@@ -166,7 +165,6 @@ def test_what_is_drawn_and_is_no_site(method):
 
 
 def per_gate():
-    """A scale for each gate, in events."""
     with poutine.scale(scale=torch.tensor(2.0)):
         z = pyro.sample("z", BernoulliGate(probs=torch.tensor([0.2, 0.4, 0.3])).to_event(1))
     with poutine.scale(scale=0.25):
