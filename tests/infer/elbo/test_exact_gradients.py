@@ -1,4 +1,4 @@
-"""Gradients of the whole loss against differences of a value that shares no code with the library.
+"""Gradients of the whole loss against differences of a value that shares no code with the library; weight decay.
 
 The noise is frozen, so that the likelihood term is a number; KLs and probabilities come from scipy's quadrature.
 """
