@@ -1,8 +1,7 @@
-"""Posteriors of regressions with spike and slab for any likelihood: enumeration with sampled evidences; long chains.
+"""Posteriors of regressions with spike and slab for any likelihood: enumeration with sampled evidences.
 
-The log likelihood is a function of the linear predictor that adds over observations. Both ways are right in the limit
-and share nothing but the derivatives of that function, so that they check one another. They know numbers alone, neither
-Pyro nor the library.
+The log likelihood is a function of the linear predictor that adds over observations. Neither Pyro nor the library are
+used.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ChainPosterior", "Problem", "SampledPosterior", "importance_sampled_posterior", "long_chain_posterior"]
+__all__ = ["Problem", "SampledPosterior", "importance_sampled_posterior"]
 
 _T = 10.0  # degrees of freedom of the proposals: heavier tails than those of any posterior with a normal prior
 _BLOCK = 2**23  # linear predictors that are made at a time
@@ -48,16 +47,6 @@ class SampledPosterior:
     sd: Tensor
     log_evidence: float
     effective: float
-
-
-@dataclass(frozen=True)
-class ChainPosterior:
-    """Inclusion probabilities and moments of z * w over all chains; ``error``: largest standard error of the former."""
-
-    inclusion: Tensor
-    mean: Tensor
-    sd: Tensor
-    error: float
 
 
 def importance_sampled_posterior(problem: Problem, count: int, seed: int) -> SampledPosterior:
@@ -147,89 +136,3 @@ def _mode(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
     _, second = problem.slopes((beta[:, None] @ x)[:, 0])
     values, vectors = torch.linalg.eigh(prior - x @ (x * second[:, None]).mT)
     return beta, (vectors * values.clamp(min=0.1 / problem.tau**2)[:, None]) @ vectors.mT
-
-
-@torch.no_grad()
-def long_chain_posterior(problem: Problem, steps: int, chains: int, seed: int, burn: float = 0.1) -> ChainPosterior:
-    """Metropolis chains that open, close, move and exchange coefficients; right for any likelihood.
-
-    A step of each chain takes a random feature and proposes its gate and slab anew, then takes a random open and a
-    random closed feature and proposes to exchange them. A slab is proposed from a normal that depends on the other
-    coefficients alone, so both moves are reversible.
-    """
-    torch.manual_seed(seed)
-    p = problem.x.shape[1]
-    chain = _Chain(problem, chains)
-    start = int(burn * steps)
-    sums = torch.zeros(3, chains, p, dtype=torch.float64)
-    for t in range(steps):
-        chain.renew(torch.randint(p, (chains,)))
-        chain.exchange(torch.randint(p, (chains,)), torch.randint(p, (chains,)))
-        if t >= start:
-            sums += torch.stack([(chain.beta != 0).double(), chain.beta, chain.beta**2])
-    per_chain = sums[0] / (steps - start)
-    inclusion, mean, square = sums.mean(1) / (steps - start)
-    error = float((per_chain.std(0) / math.sqrt(chains)).max())
-    return ChainPosterior(inclusion, mean, (square - mean**2).sqrt(), error)
-
-
-class _Chain:
-    """Coefficients of several chains, exactly 0 where the gate is closed, and their linear predictors."""
-
-    def __init__(self, problem: Problem, chains: int) -> None:
-        self.problem, self.rows = problem, torch.arange(chains)
-        self.features = problem.x.T.contiguous()
-        self.beta = torch.zeros(chains, problem.x.shape[1], dtype=torch.float64)
-        self.eta = torch.zeros(chains, len(problem.x), dtype=torch.float64)
-        self.log_odds = math.log(problem.rate) - math.log1p(-problem.rate)
-
-    def _log_likelihood(self, eta: Tensor) -> Tensor:
-        return self.problem.log_likelihood(eta).sum(-1)
-
-    def _proposal(self, eta: Tensor, x: Tensor) -> torch.distributions.Normal:
-        """Two Newton's steps from 0 for one slab, the other coefficients being in ``eta``."""
-        mean = torch.zeros(x.shape[:-1], dtype=torch.float64)
-        for _ in range(2):
-            first, second = self.problem.slopes(eta + mean[..., None] * x)
-            precision = (x**2 * (-second).clamp(min=0.0)).sum(-1) + self.problem.tau**-2
-            mean = mean + ((x * first).sum(-1) - mean * self.problem.tau**-2) / precision
-        return torch.distributions.Normal(mean, 1.1 / precision.sqrt())
-
-    def _open(self, beta: Tensor) -> Tensor:
-        """Log prior density of one open coefficient over the prior mass of a closed one."""
-        return self.log_odds + _log_slab(beta[..., None], self.problem.tau)
-
-    def renew(self, j: Tensor) -> None:
-        """Gate and slab of feature j, proposed together."""
-        old, x = self.beta[self.rows, j], self.features[j]
-        rest = self.eta - old[:, None] * x
-        proposal = self._proposal(rest, x)
-        new = proposal.sample()
-        values = torch.stack([proposal.mean, new, old])
-        closed, *opened = self._log_likelihood(torch.cat([rest[None], rest + values[:, :, None] * x]))
-        # Of the open target over the proposal, with the closed target as unit.
-        excess = torch.stack(opened) + self._open(values) - closed - proposal.log_prob(values)
-        log_odds = excess[0]  # how often the open state is proposed; any function of the rest will do
-        is_open = torch.rand(len(j)) < torch.sigmoid(log_odds)
-        into = torch.where(is_open, excess[1] - log_odds, 0.0)
-        out_of = torch.where(old != 0, excess[2] - log_odds, 0.0)
-        accept = torch.rand(len(j)).log() < into - out_of
-        self._move(accept, j, torch.where(is_open, new, 0.0), rest, x)
-
-    def exchange(self, i: Tensor, j: Tensor) -> None:
-        """Close one feature and open the other; chains where not exactly the first is open stay as they are."""
-        old = self.beta[self.rows, i]
-        fits = (old != 0) & (self.beta[self.rows, j] == 0)
-        rest = self.eta - old[:, None] * self.features[i]
-        forth_and_back = self._proposal(rest, torch.stack([self.features[j], self.features[i]]))
-        new = forth_and_back.sample()[0]
-        eta = torch.stack([rest + new[:, None] * self.features[j], self.eta])
-        values = torch.stack([new, old])
-        excess = self._log_likelihood(eta) + self._open(values) - forth_and_back.log_prob(values)
-        accept = fits & (torch.rand(len(i)).log() < excess[0] - excess[1])
-        self._move(accept, i, torch.zeros_like(old), rest, self.features[i])
-        self._move(accept, j, new, self.eta, self.features[j])
-
-    def _move(self, accept: Tensor, j: Tensor, value: Tensor, rest: Tensor, x: Tensor) -> None:
-        self.beta[self.rows, j] = torch.where(accept, value, self.beta[self.rows, j])
-        self.eta = torch.where(accept[:, None], rest + value[:, None] * x, self.eta)

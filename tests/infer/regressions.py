@@ -4,10 +4,23 @@ import pyro
 import pyro.distributions as dist
 import torch
 
+from pyro_l0 import BernoulliGate
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
 from tests.reference_posteriors import all_gates
 
 SLAB = {"w": "z"}
+
+
+def features(size, rate=0.2, prior=None, **plate):
+    """Gates, and slabs of a standard normal or another prior."""
+    with pyro.plate("features", size, **plate):
+        z = pyro.sample("z", BernoulliGate(probs=torch.as_tensor(rate)))
+        return z, pyro.sample("w", dist.Normal(0.0, 1.0) if prior is None else prior)
+
+
+def observe(mean, y, noise=1.0):
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, noise), obs=y)
 
 
 def regression(x, y, gate, slab, noise=1.0, offset=0.0):
@@ -19,14 +32,18 @@ def regression(x, y, gate, slab, noise=1.0, offset=0.0):
         pyro.sample("y", dist.Normal((z * w) @ x.mT + offset, noise), obs=y)
 
 
-def train(loss, optimiser, steps):
-    """The losses of some steps."""
+def train(loss, optimiser, steps, target=None):
+    """The losses of some steps, with a sparsity target or without."""
     losses = []
     for _ in range(steps):
         optimiser.zero_grad()
         losses.append(loss())
         losses[-1].backward()
+        if target is not None:
+            target.add_gradient()
         optimiser.step()
+        if target is not None:
+            target.ascend()
     return losses
 
 

@@ -11,9 +11,10 @@ from pyro import poutine
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit, sample_posterior
+from tests.infer.regressions import SLAB, features, observe, regression
 from tests.reference_posteriors import all_gates
 
-SLAB, CORRELATED = {"w": "z"}, {"gates": "autoregressive", "slabs": "structured"}
+CORRELATED = {"gates": "autoregressive", "slabs": "structured"}
 N, RATE, SHARE, NOISE = 40, 0.3, 0.4, 0.7
 SHORT = {"seed": 0, "num_samples": 300, "warmup_steps": 200}
 
@@ -23,10 +24,9 @@ LABEL = (torch.rand(N, generator=_GENERATOR) < SHARE).float()
 Y = 0.5 * X[:, 0] + 3 * LABEL - 1 + NOISE * torch.randn(N, generator=_GENERATOR)
 
 
-def coefficients(prior=None, gate=None, size=2):
-    with pyro.plate("features", size):
-        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(RATE)) if gate is None else gate)
-        return z * pyro.sample("w", dist.Normal(0.0, 1.0) if prior is None else prior)
+def coefficients(prior=None, size=2):
+    z, w = features(size, RATE, prior)
+    return z * w
 
 
 def log_grid(log_likelihood):
@@ -38,9 +38,6 @@ def log_grid(log_likelihood):
         log = log_likelihood(b) - (b.square() / 2).sum(1) + z.sum() * math.log(0.05 / math.sqrt(2 * math.pi))
         logs.append(log.logsumexp(0) + dist.Bernoulli(torch.full_like(z, RATE)).log_prob(z).sum())
     return torch.stack(logs).softmax(0) @ gates
-
-
-# ------------------------------------------------------------ discrete latents
 
 
 def of_label(mean, label):
@@ -98,8 +95,7 @@ def test_discrete_latents_are_refused_with_ways_out(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "options"),
-    [(mixture, {}), (mixture, CORRELATED), (factor, {}), (factor, CORRELATED), (with_gates, {})],
+    ("model", "options"), [(mixture, {}), (mixture, CORRELATED), (factor, {}), (factor, CORRELATED), (with_gates, {})]
 )
 def test_labels_that_are_summed_out_or_gates(model, options):
     """As is advised; a mean field over gates as labels may be less exact, but then says so."""
@@ -107,29 +103,16 @@ def test_labels_that_are_summed_out_or_gates(model, options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         result = fit(model, guide, seed=0)
+        if model is not with_gates:  # and so few draws
+            sample_posterior(model, slab=SLAB, seed=0, num_samples=8, warmup_steps=5, num_chains=2)
     off = float((guide.active_probs()["z"] - exact()).abs().max())
     assert off < 0.06 or (model is with_gates and (off < 0.12 or not result.ok))
-
-
-@pytest.mark.slow
-def test_sample_posterior_of_labels_that_are_summed_out():
-    """It takes both ways."""
-    for model in (mixture, factor):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of so few draws
-            found = sample_posterior(model, slab=SLAB, seed=0, num_samples=8, warmup_steps=5, num_chains=2)
-        assert "label" not in found.samples
-
-
-# ------------------------------------------------------------ what correlated guides and chains refuse
 
 
 def with_intercept():
     """The gate of an intercept switches no slab."""
     v = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.5)))
-    mean = coefficients() @ X.mT + v - 1
-    with pyro.plate("data", N):
-        pyro.sample("y", dist.Normal(mean, 1.6), obs=Y)
+    observe(coefficients() @ X.mT + v - 1, Y, 1.6)
 
 
 @pytest.mark.slow
@@ -157,8 +140,7 @@ def test_gates_that_do_otherwise():
 
 
 def observed(mean):
-    with pyro.plate("data", N):
-        pyro.sample("y", dist.Normal(mean, 1.6), obs=Y)
+    observe(mean, Y, 1.6)
 
 
 def test_slabs_that_are_not_normal():
@@ -175,14 +157,15 @@ def test_slabs_that_are_not_normal():
 def test_more_gates_than_are_summed_out():
     """Gates that a sampler moves, or a guide."""
     x = torch.cat([X] * 7, 1)[:, :13]
-    model = lambda gate=None: observed(coefficients(gate=gate, size=13) @ x.mT)  # noqa: E731
+    model = lambda: observed(coefficients(size=13) @ x.mT)  # noqa: E731
     ways = r"at most 12 .*got 13 at \['z'\].* HardConcrete.from_active_prob\(rate, one_given_active=0.9\), or fit Auto"
     with pytest.raises(ValueError, match=ways):
         sample_posterior(model)
     soft = HardConcrete.from_active_prob(torch.tensor(RATE), one_given_active=0.9)
+    of_soft = lambda: regression(x, Y, soft, dist.Normal(0.0, 1.0), 1.6)  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        found = sample_posterior(lambda: model(soft), seed=0, num_samples=8, warmup_steps=5, num_chains=2)
+        found = sample_posterior(of_soft, seed=0, num_samples=8, warmup_steps=5, num_chains=2)
         assert found.active_probs()["z"].shape == (13,)
         assert fit(model, AutoSpikeSlab(model, SLAB, **CORRELATED), steps=5, seed=0, num_particles=4).losses
 

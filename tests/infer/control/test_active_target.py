@@ -141,19 +141,3 @@ def test_a_guide_of_pyro():
     svi.evaluate_loss(x)
     with pytest.raises(ValueError, match="Expected a backward pass through the gates in every step"):
         target.ascend()
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="Expected a number of active gates above 0, but got 0"):
-        ActiveTarget(0, steps=100)
-    with pytest.raises(ValueError, match="steps of at least 10, but got 9"):
-        ActiveTarget(2, steps=9)
-    target = ActiveTarget(20, steps=100)
-    for gates in (L0Gate(30).distribution, L0Gate.from_logits(nn.Linear(3, 20)(torch.ones(5, 3))).distribution):
-        with pytest.raises(ValueError, match="more than 20 gates that a network computes for each example, but got"):
-            target.add_gradient(gates)
-    gate = L0Gate.from_logits(nn.Linear(3, 30)(torch.ones(5, 3)))
-    gate().sum().backward()
-    target.add_gradient(gate.distribution)
-    with pytest.raises(ValueError, match="call add_gradient before it"):
-        target.ascend()

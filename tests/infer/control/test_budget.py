@@ -59,34 +59,6 @@ def test_a_correction_closes_the_lowest_and_opens_the_highest(limit, positions, 
     assert found.int().tolist() == expected
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_correction_is_within_its_limits_and_wastes_nothing(seed):
-    """Of random costs of products of two sites: all limits hold, and no closed gate fits any more."""
-    torch.manual_seed(seed)
-    weight = {site: torch.randint(1, 6, (n,)).float() for site, n in (("a", 5), ("b", 7))}
-
-    def sums(gates):
-        return [(weight[site] * gates[site]).sum() for site in "ab"]
-
-    costs = {"one": lambda z: sums(z)[0] * sums(z)[1], "other": lambda z: sums(z)[0] + 3 * sums(z)[1]}
-    gates = {"a": torch.ones(5), "b": torch.ones(7)}
-    budget = Budget({"one": 0.2, "other": 0.5}, costs, gates)
-    coefficients = budget.coefficients({site: torch.rand_like(gate) for site, gate in gates.items()})
-    positions, limits = torch.randn(12), torch.tensor([0.2, 0.5])
-    shapes = {site: gate.shape for site, gate in gates.items()}
-    kept = gates_within(budget, limits, positions, positions > 0, coefficients, shapes) > 0
-
-    def fractions(flat):
-        return budget.fraction(dict(zip("ab", flat.float().split([5, 7]), strict=True)))
-
-    assert bool((fractions(kept) <= limits * (1 + 1e-5)).all())
-    for j in (~kept).nonzero().flatten().tolist():
-        more, site = kept.clone(), slice(0, 5) if j < 5 else slice(5, 12)
-        more[j] = True
-        if bool(kept[site][positions[site] > positions[j]].all()):  # the next of its site
-            assert bool((fractions(more) > limits).any())
-
-
 @pytest.mark.parametrize("first", [0, 1, 5, 9, 10])
 @pytest.mark.parametrize("guess", [-3, 0, 4, 9, 50])
 def test_a_search_from_any_guess(first, guess):
@@ -101,37 +73,58 @@ def test_minimums():
     assert budget.minimums == {"a": 37, "b": 4, "one": 0}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_multiples_and_gates_that_never_close(seed):
-    """Within the limit; of each site a multiple or all is open, the best of them, and no further chunk fits."""
-    torch.manual_seed(seed)
-    sizes, steps = {"a": 21, "b": 8, "c": 5}, {"a": 4, "b": 1, "c": 8}
-    gates = {site: torch.ones(n) for site, n in sizes.items()}
+def of_two_costs(_):
+    """Random costs, one of which is a product of two sites."""
+    weight = {site: torch.randint(1, 6, (n,)).float() for site, n in (("a", 5), ("b", 7))}
 
-    def cost(z):
-        return (z["a"].sum() + 3) * z["b"].sum() + 0.1 * z["c"].sum()
+    def sums(gates):
+        return [(weight[site] * gates[site]).sum() for site in "ab"]
 
+    costs = {"one": lambda z: sums(z)[0] * sums(z)[1], "other": lambda z: sums(z)[0] + 3 * sums(z)[1]}
+    budget = Budget({"one": 0.2, "other": 0.5}, costs, {site: torch.ones(len(x)) for site, x in weight.items()})
+    return budget, torch.tensor([0.2, 0.5])
+
+
+def of_multiples(seed):
+    """A site in fours, one in which three never close, and one that is smaller than its multiple."""
+    gates = {site: torch.ones(n) for site, n in (("a", 21), ("b", 8), ("c", 5))}
+    cost = lambda z: (z["a"].sum() + 3) * z["b"].sum() + 0.1 * z["c"].sum()  # noqa: E731
     budget = Budget(0.5, cost, gates, {"a": 5, "b": 3}, {"a": 4, "c": 8})
     assert budget.least == {"a": 8, "b": 3, "c": 5}
     assert budget.minimums["a"] % 4 == 0
-    coefficients = budget.coefficients({site: torch.rand_like(gate) for site, gate in gates.items()})
-    positions = torch.randn(34)
-    positions[seed % 21] = positions[(seed + 5) % 21]  # a tie
-    positions[:6] = positions[:6].clamp(max=-1.0)  # and more, at the lower end
-    shapes = {site: gate.shape for site, gate in gates.items()}
-    limit = torch.tensor([0.3 + 0.03 * seed])
-    kept = gates_within(budget, limit, positions, positions > 0, coefficients, shapes).split(list(sizes.values()))
+    return budget, torch.tensor([0.3 + 0.03 * seed])
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    ("problem", "sizes", "steps"),
+    [
+        (of_two_costs, {"a": 5, "b": 7}, {"a": 1, "b": 1}),
+        (of_multiples, {"a": 21, "b": 8, "c": 5}, {"a": 4, "b": 1, "c": 8}),
+    ],
+)
+def test_a_correction_is_within_its_limits_and_wastes_nothing(problem, sizes, steps, seed):
+    """All limits hold; of each site a multiple or all is open, the best of them, and no further chunk fits."""
+    torch.manual_seed(seed)
+    budget, limits = problem(seed)
+    coefficients = budget.coefficients({site: torch.rand(n) for site, n in sizes.items()})
+    positions = torch.randn(sum(sizes.values()))
+    if problem is of_multiples:
+        positions[seed % 21] = positions[(seed + 5) % 21]  # a tie
+        positions[:6] = positions[:6].clamp(max=-1.0)  # and more, at the lower end
+    shapes = {site: torch.Size([n]) for site, n in sizes.items()}
+    kept = gates_within(budget, limits, positions, positions > 0, coefficients, shapes).split(list(sizes.values()))
     found = dict(zip(sizes, kept, strict=True))
-    assert float(budget.fraction(found)) <= float(limit) * (1 + 1e-5)
-    numbers = {site: int(gate.sum()) for site, gate in found.items()}
-    for site, number in numbers.items():
+    assert bool((budget.fraction(found) <= limits * (1 + 1e-5)).all())
+    for (site, size), own in zip(sizes.items(), positions.split(list(sizes.values())), strict=True):
+        number = int(found[site].sum())
         assert number >= budget.least[site]
-        assert number == sizes[site] or number % steps[site] == 0
-        own = positions.split(list(sizes.values()))["abc".index(site)]
-        if number < sizes[site]:
-            assert own[found[site] > 0].min() >= own[found[site] == 0].max()
-            more = (torch.arange(sizes[site]) < number + steps[site]).float()
-            assert float(budget.fraction({**found, site: more})) > float(limit)
+        assert number == size or number % steps[site] == 0
+        if number < size:
+            is_open, order = found[site] > 0, own.argsort(descending=True)
+            assert number == 0 or own[is_open].min() >= own[~is_open].max()
+            more = is_open.float().index_fill(0, order[: number + steps[site]], 1.0)
+            assert bool((budget.fraction({**found, site: more}) > limits).any())
 
 
 def test_multiples_after_gates_have_left():

@@ -11,6 +11,7 @@ from torch import nn
 
 from pyro_l0 import HardConcrete, HardKumaraswamy, PowerLawGate, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
+from tests.infer import regressions
 
 CLOSING = -math.log(11)  # of a hard concrete's log alpha
 SIZE = torch.tensor([3.0, 0.1, 2.0, 0.2, 2.5, 0.15, 0.3, 1.5, 0.05, 0.25])
@@ -138,17 +139,11 @@ def started(budget, cost=None, *, steps, seed=5, scale=1.0, family=HardConcrete,
 
 def train(guide, loss, target, steps, optimiser=None):
     optimiser = optimiser or torch.optim.Adam(guide.locations(), **target.optimiser_options)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss().backward()
-        target.add_gradient()
-        optimiser.step()
-        target.ascend()
+    regressions.train(loss, optimiser, steps, target)
 
 
 @pytest.mark.parametrize(
-    ("budget", "steps"),
-    [(0.8, 60), (0.4, 60), (0.1, 60), (0.1, 300), pytest.param(0.4, 1500, marks=pytest.mark.slow)],
+    ("budget", "steps"), [(0.8, 60), (0.4, 60), (0.1, 60), (0.1, 300), pytest.param(0.4, 1500, marks=pytest.mark.slow)]
 )
 def test_training_ends_at_the_most_valuable_units(budget, steps):
     """The budget keeps the largest signals, uses all of it, and decides every gate."""
@@ -175,7 +170,7 @@ def test_training_ends_at_the_most_valuable_units(budget, steps):
     ],
 )
 def test_an_optimiser_of_another_kind_is_refused(make):
-    """Where a group takes Adam's options silently; what the message names does it."""
+    """Where a group takes Adam's options silently; what the message names is how the others train."""
     guide, loss, target = started({"z": 0.4}, steps=60)
     others = nn.Linear(2, 2)
     groups = [
@@ -184,9 +179,6 @@ def test_an_optimiser_of_another_kind_is_refused(make):
     ]
     with pytest.raises(ValueError, match=r"Expected Adam or AdamW .* were moved by .*; train guide\.locations\(\) by"):
         train(guide, loss, target, 60, make(groups))
-    guide, loss, target = started({"z": 0.4}, steps=60)
-    train(guide, loss, target, 60, torch.optim.Adam(guide.locations(), **target.optimiser_options))
-    assert target.report().of_budget == pytest.approx(1)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax])
@@ -320,8 +312,6 @@ def test_a_run_that_is_resumed():
     train(other, loss, resumed, 39, again)
     assert torch.equal(guide.locations()[0], other.locations()[0])
     assert torch.equal(target.multiplier, resumed.multiplier)
-    with pytest.raises(ValueError, match="the state of 2 constraints, but got 1"):
-        SparsityTarget(make(), {"a": 0.5, "b": 0.5}, steps=100).load_state_dict(target.state_dict())
 
 
 def test_units_that_leave_during_a_run():
@@ -382,28 +372,13 @@ def test_a_report():
         (
             (0.5, count),
             {"at_least": {"a": 3}},
-            "the gates that at_least and multiple_of keep open meet, which cost {'cost': 0.59",
+            "that at_least and multiple_of keep open meet, which cost {'cost': 0.59",
         ),
-        (
-            (0.5, lambda gates: count(gates).detach()),
-            {},
-            "Expected a cost that torch can differentiate .* 'cost' has no",
-        ),
-        (
-            (0.5, lambda gates: 30 - count(gates)),
-            {},
-            "but got {'cost': 0.5}. A cost has to fall as gates close.",
-        ),
+        ((0.5, lambda gates: count(gates).detach()), {}, "a cost that torch can differentiate .* 'cost' has no"),
+        ((0.5, lambda gates: 30 - count(gates)), {}, "but got {'cost': 0.5}. A cost has to fall as gates close."),
         ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
     ],
 )
 def test_bad_targets(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         SparsityTarget(make(), *arguments, **{"steps": 100, **options})
-
-
-def test_a_loss_without_gates():
-    target = SparsityTarget(make(), 0.5, count, steps=100)
-    target.step = target.start
-    with pytest.raises(ValueError, match=r"none has one; call add_gradient after loss.backward\(\)"):
-        target.add_gradient()

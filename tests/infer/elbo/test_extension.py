@@ -20,6 +20,7 @@ from pyro_l0.infer.elbo.terms import OBJECTIVES, Term
 from pyro_l0.infer.guides.parameters import GateGuide
 from pyro_l0.nn import L0Gate
 from pyro_l0.nn.gate import name_gates
+from tests.infer.regressions import train
 
 
 class RectifiedLogistic(GateDistribution):
@@ -80,16 +81,8 @@ def regression(net, steps, elbo, guide, target=None):
 
     guide = guide(model)
     guide()
-    loss = elbo(model, guide)
     optimiser = torch.optim.Adam([*net.parameters(), *guide.parameters()], lr=0.05)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss().backward()
-        if target is not None:
-            target.add_gradient()
-        optimiser.step()
-        if target is not None:
-            target.ascend()
+    train(elbo(model, guide), optimiser, steps, target)
     return model, guide, x
 
 
@@ -190,23 +183,6 @@ def test_a_term_of_binary_gates_joins_the_exact_gradient():
     torch.testing.assert_close(report.exact - plain.exact, slope)
 
 
-@pytest.mark.parametrize(
-    ("terms", "error", "message"),
-    [
-        (["horseshoe"], TypeError, "each of extra_terms to be a pyro_l0.infer.elbo.terms.Term, but got .* str"),
-        ([Term("l0", lambda *_: None)], ValueError, "names other than .*'l0'.*, but got 'l0'"),
-        ([Term("x", lambda *_: None)] * 2, ValueError, "but got 'x'"),
-        ([Term("x", lambda *_: None, kind="gate")], ValueError, "kind of extra term 'x' in .*'gates'.*got 'gate'"),
-        ([Term("x", lambda group, _: group.active_prob)], ValueError, r"'x' .* \(\) at site 'a', but got shape \(3,"),
-    ],
-)
-def test_terms_are_checked(terms, error, message):
-    guide = AutoGate(two_sites)
-    guide()
-    with pytest.raises(error, match=message):
-        L0_ELBO("l0", extra_terms=terms).loss(two_sites, guide)
-
-
 def test_a_row_of_the_table_is_an_objective(monkeypatch):
     """A row of the user's: the likelihood and a price of E[z] in the place of P(z != 0)."""
     mean = Term("mean", lambda group, _: 4.0 * group.posterior["fn"].mean.sum())
@@ -216,8 +192,13 @@ def test_a_row_of_the_table_is_an_objective(monkeypatch):
     model, guide, x = regression(net, 250, elbo, AutoGate)
     assert elbo.terms(model, guide)["mean"].item() == pytest.approx(4 * guide.posterior()["2"].mean.sum().item())
     assert 0 < open_units(net, guide, x) < 4
-    with pytest.raises(ValueError, match="Expected no lam for objective='mean'"):
-        L0_ELBO("mean", lam=1.0)
+    for options, message in (
+        ({"lam": 1.0}, "Expected no lam for objective='mean'"),
+        # Two terms of one name would be added up, and one's ``is_kl`` would scale both.
+        ({"extra_terms": [mean]}, r"names other than .*'mean'.*, but got 'mean'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            L0_ELBO("mean", **options)
 
 
 def test_dropped_sites_leave_every_coefficient():
@@ -300,19 +281,3 @@ def test_a_guides_gradient_is_measured():
     loss = 0.5 * ((1.5 - gate.mean.sum()) ** 2 + gate.variance.sum()) + kl_divergence(gate, prior).sum()
     (exact,) = torch.autograd.grad(loss, guide.locations())
     assert ((report.mean - exact).abs() < 5 * report.standard_error).all()
-
-
-def test_what_is_no_guide_over_gates_is_refused():
-    missing = "posterior, test_gates, locations for a SparsityTarget, but got a Linear without"
-    with pytest.raises(TypeError, match=missing):
-        SparsityTarget(nn.Linear(1, 1), {"z": 0.5}, steps=100)
-    with pytest.raises(TypeError, match="posterior, locations for a gradient, but got a function without posterior"):
-        measure_gradient(L0_ELBO("l0"), two_sites, lambda: None)
-
-
-def test_an_extra_term_of_a_name_of_its_row_is_refused(monkeypatch):
-    """Two terms of one name would be added up, and one's ``is_kl`` would scale both."""
-    own = Term("own", lambda group, elbo: group.active_prob.sum())
-    monkeypatch.setitem(OBJECTIVES, "with own", (*OBJECTIVES["l0"], own))
-    with pytest.raises(ValueError, match=r"names other than .*'own'.*, but got 'own'"):
-        L0_ELBO("with own", extra_terms=[own])

@@ -37,9 +37,6 @@ def leaves():
     return [x.clone().requires_grad_() for x in START]
 
 
-# ------------------------------------------------------------ the function
-
-
 @pytest.mark.parametrize(
     ("of_draws", "of_active"),
     [(torch.linspace(0.5, 2.0, 8), 1.0), (torch.linspace(0.5, 2.0, 8), 0.0), (0.0, 1.0), (torch.eye(8)[0], 0.0)],
@@ -84,9 +81,6 @@ def test_second_derivatives(frozen_noise):
     inputs = [x.requires_grad_() for x in inputs]
     assert torch.autograd.gradcheck(draw, inputs)
     assert torch.autograd.gradgradcheck(draw, inputs)
-
-
-# ------------------------------------------------------------ the loss
 
 
 def gates(priors):

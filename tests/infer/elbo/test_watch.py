@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -10,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyro.infer import SVI
-from torch import nn
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
 from pyro_l0.infer import runs as watch
-from pyro_l0.nn import L0Gate
-from tests.networks import Net
+from tests.infer.regressions import train
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = X[:, 0].clone()
@@ -166,10 +163,7 @@ def test_all_gates_closed_is_one_warning_for_a_site():
     optimiser = torch.optim.Adam(guide.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(401):
-            optimiser.zero_grad()
-            elbo.differentiable_loss(two_sites, guide).backward()
-            optimiser.step()
+        train(lambda: elbo.differentiable_loss(two_sites, guide), optimiser, 401)
     assert len(caught) == 1
     assert "All gates of site 'a' are closed at step" in str(caught[0].message)
     assert caught[0].category is UserWarning
@@ -187,64 +181,14 @@ def test_an_empty_minibatch(kind):
             with pyro.plate("data", 20, subsample=index) if kind == "subsample" else pyro.plate("data", len(x)):
                 pyro.sample("y", dist.Normal(x @ z, 1.0), obs=y)
 
-    def program_of_batches(batch):
+    def of_batch(batch):
         program(**batch)
 
-    nothing = torch.arange(0)
-    batch = {"index": nothing, "x": X[:0], "y": Y[:0]}
+    batch = {"index": torch.arange(0), "x": X[:0], "y": Y[:0]}
     message = r"at least one example, but .* empty tensors of shapes \[\(0,\), \(0, 3\), \(0,\)\]"
-    with pytest.raises(ValueError, match=message):
-        L0_ELBO("l0").differentiable_loss(program_of_batches, AutoGate(program_of_batches), batch)
-    with pytest.raises(ValueError, match=message):
-        L0_ELBO("l0").differentiable_loss(program, AutoGate(program), nothing, X[:0], Y[:0])
-
-
-@pytest.mark.parametrize("option", ["lam", "group_size", "weight_decay"])
-@pytest.mark.parametrize("shape", [(4,), (2, 3), (2,)])
-def test_a_coefficient_of_a_wrong_shape(option, shape):
-    options = {"lam": 1.0, option: torch.ones(shape), "square_norm": {"z": lambda: torch.ones(3)}}
-    message = rf"Expected {option} to broadcast against gate site 'z' of shape \(3,\), but got shape"
-    with pytest.raises(ValueError, match=message):
-        L0_ELBO("l0", **options).differentiable_loss(model_of_gates, AutoGate(model_of_gates))
-
-
-def network(returns):
-    """A classifier as torch users write it."""
-    return Net(
-        lambda net, x, y: net.returns(F.mse_loss(net.net(x)[:, 0], y)),
-        net=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 1)),
-        returns=returns,
-    )
-
-
-@pytest.mark.parametrize(
-    "returns",
-    [lambda x: x, lambda x: (x, None), lambda x: {"loss": x}, lambda x: None, lambda x: SimpleNamespace(loss=x)],
-    ids=["tensor", "tuple", "dict", "nothing", "object"],
-)
-def test_a_model_that_returns_its_loss(returns):
-    """It has no likelihood, and only the price of its gates would be trained."""
-    net = network(returns)
-    for call in (L0_ELBO("l0", lam=0.1).differentiable_loss, L0_ELBO("l0", lam=0.1).loss_and_grads, L0_ELBO("l0").loss):
-        with pytest.raises(ValueError, match=r"no observed site and no factor.*pyro_l0.infer.factor"):
-            call(net, AutoGate(net), X, Y)
-
-
-@pytest.mark.parametrize("has_loss", [True, False])
-def test_a_function_that_returns_its_loss(has_loss):
-    """Also with its data in a closure, and with deterministic sites, which score nothing."""
-
-    def program():
-        z = pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1))
-        effect = pyro.deterministic("effect", 2 * z)
-        return F.mse_loss(X @ effect, Y) if has_loss else z
-
-    loss, guide = L0_ELBO("l0", lam=1.0).differentiable_loss, AutoGate(program)
-    if not has_loss:
-        assert loss(program, guide).requires_grad
-        return
-    with pytest.raises(ValueError, match=r"returns a tensor of shape \(\)"):
-        loss(program, guide)
+    for model, data in ((of_batch, [batch]), (program, batch.values())):
+        with pytest.raises(ValueError, match=message):
+            L0_ELBO("l0").differentiable_loss(model, AutoGate(model), *data)
 
 
 def test_nothing_is_read_on_meta():

@@ -1,4 +1,4 @@
-"""Correlated guides as a user meets them: with Pyro's losses and handlers, in files, and on models of many shapes."""
+"""Correlated guides as a user meets them: with Pyro's losses, handlers and Predictive, and in files."""
 
 import copy
 import io
@@ -11,13 +11,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
-from tests.infer.regressions import correlated_guide, leave_one_out, regression, shaken, train
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, check_fit, fit
+from tests.infer.regressions import correlated_guide, features, leave_one_out, regression, shaken, train
 from tests.reference_posteriors import GaussianPosterior
 from tests.spike_slab_designs import Design
 
@@ -57,9 +57,6 @@ def moved(guide):
 def exact():
     """The posterior with known noise, by enumeration."""
     return GaussianPosterior(X, Y, 1.0, 1.0, RATE).summary()
-
-
-# ------------------------------------------------------------ Pyro's own
 
 
 @pytest.mark.parametrize(
@@ -120,12 +117,11 @@ def test_in_a_list_of_guides():
     assert any(name.startswith("AutoGuideList.0.joint") for name in pyro.get_param_store())
 
 
-# ------------------------------------------------------------ copies and files
-
-
 def test_copies_files_and_states_give_the_same_draws():
-    """deepcopy, torch.save, and a state that is loaded before or after the first call."""
-    guide = moved(correlated())
+    """deepcopy, torch.save, and a state that is loaded before or after the first call; of parts that SVI stepped."""
+    guide = correlated()
+    SVI(unknown, guide, Adam({"lr": 0.01}), leave_one_out()).step()
+    shaken(guide, 0.3)
     file = io.BytesIO()
     torch.save(guide, file)
     file.seek(0)
@@ -144,9 +140,6 @@ def test_copies_files_and_states_give_the_same_draws():
             assert torch.equal(draws(other)[name], expected)
     with pytest.raises(ValueError, match="Expected an AutoSpikeSlab with its model, but this one was copied or loaded"):
         copy.deepcopy(guide).refine()
-
-
-# ------------------------------------------------------------ the posterior is right
 
 
 @pytest.mark.slow
@@ -196,3 +189,84 @@ def test_hard_concrete_gates_with_structured_slabs():
     torch.testing.assert_close(guide.active_probs()["z"], exact, rtol=0, atol=0.15)
     with pytest.raises(ValueError, match=r"Expected binary gates at site 'z'.*HardConcrete"):
         check_fit(model, guide)
+
+
+# ------------------------------------------------------------ Pyro's Predictive
+
+
+DRAWS = 400
+ERRORS = 5
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Features 0 and 1 are nearly the same."""
+    torch.manual_seed(61)
+    x = torch.randn(60, 4)
+    x[:, 1] = x[:, 0] + 0.05 * torch.randn(60)
+    return x, 0.6 * x[:, 0] + 0.5 * torch.randn(60)
+
+
+def model(x, y=None):
+    z, w = features(x.shape[1], 0.3)
+    beta = pyro.deterministic("beta", z * w)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(beta @ x.T, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"gates": "autoregressive", "slabs": "structured"}], ids=["mean field", "joint"]
+)
+def test_gates_are_zero_as_often_as_the_guide_says(options, parallel, data):
+    """Within five standard errors of P(z = 0); predictions of new rows are those of the coefficients."""
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, **options)
+    pyro.set_rng_seed(62)
+    guide(*data)
+    new = torch.eye(4)[:3]
+    drawn = Predictive(model, guide=guide, num_samples=DRAWS, parallel=parallel)(new)
+    z, beta, y = (drawn[name].reshape(DRAWS, -1) for name in ("z", "beta", "y"))
+    assert ((z == 0) | (z == 1)).all()
+    assert torch.equal(beta == 0, z == 0)
+    probs = guide.active_probs()["z"]
+    assert ((z.mean(0) - probs).abs() < ERRORS * (probs * (1 - probs) / DRAWS).sqrt()).all()
+    noise = y - beta[:, :3]
+    assert abs(noise.mean()) < ERRORS * 0.5 / math.sqrt(noise.numel())
+    assert noise.std().item() == pytest.approx(0.5, rel=0.05)
+
+
+def test_draws_of_a_refined_posterior(data):
+    """Of the same features at most one is open, which the predictions of both together show; the guide is as before."""
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, slabs="structured")
+    pyro.set_rng_seed(63)
+    guide(*data)
+    before = guide.active_probs()["z"]
+    refined = guide.refine(*data, seed=0)
+    draws = refined.draws(DRAWS)
+    drawn = Predictive(model, posterior_samples=draws, parallel=True)(torch.eye(4))
+    beta = drawn["beta"].reshape(DRAWS, 4)
+    assert torch.equal(beta, draws["z"] * draws["w"])
+    assert torch.equal(guide.active_probs()["z"], before)
+    assert drawn["y"].shape == (DRAWS, 4)
+    is_open = beta != 0
+    assert (is_open[:, :2].sum(1) == 1).float().mean() > 0.8
+    assert is_open.float().mean(0)[:2].min() > 0.1
+
+
+def test_a_network_has_the_same_weights_in_all_draws(data):
+    """Of an AutoGate only the gates vary."""
+    net = torch.nn.Linear(4, 1)
+
+    def gated(x, y=None):
+        pyro.module("net", net)
+        z = pyro.sample("z", BernoulliGate(probs=torch.full((4,), 0.5)).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(net(x * z)[:, 0], 1e-6), obs=y)
+
+    guide = AutoGate(gated, BernoulliGate)
+    pyro.set_rng_seed(64)
+    guide(*data)
+    drawn = Predictive(gated, guide=guide, num_samples=200, return_sites=("z", "y"))(torch.ones(1, 4))
+    z = drawn["z"].reshape(200, 4)
+    torch.testing.assert_close(drawn["y"][:, 0], net(z)[:, 0], atol=1e-5, rtol=0)
+    assert 2 <= len(z.unique(dim=0)) <= 16

@@ -80,32 +80,7 @@ def test_local_gates_in_a_subsampled_plate():
     assert (guide.posterior()["z"].log_alpha != before).sum() == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"init_active_prob": 1.0}, ValueError, "init_active_prob strictly between 0 and 1"),
-        ({"init_active_prob": {"a.z": 0.0}}, ValueError, "init_active_prob strictly between"),
-        ({"family": HardConcrete(torch.zeros(2))}, TypeError, "family to be a gate's class"),
-    ],
-)
-def test_bad_options(options, error, message):
-    """Refused when the guide is made."""
-    with pytest.raises(error, match=message):
-        AutoGate(model, **options)
-
-
-def test_refusals_that_need_the_model():
-    """Unknown sites, a model without gates, a guide that has not run."""
-    with pytest.raises(ValueError, match=r"one of \['a.z', 'b'\], but got 'c'"):
-        AutoGate(model, init_active_prob={"c": 0.5})()
-    with pytest.raises(ValueError, match="no gate site in the model"):
-        AutoGate(lambda: pyro.sample("w", dist.Normal(0.0, 1.0)))()
-    with pytest.raises(ValueError, match="has not seen the model yet"):
-        AutoGate(model).posterior()
-
-
-def test_spike_and_slab_options():
-    """Starts of the slabs, and refusals by name."""
+def test_starts_of_slabs():
     x, y = torch.randn(5, 6), torch.randn(5)
     model = partial(regression, gate=HardConcrete.from_active_prob(0.2), slab=dist.Normal(0.0, 1.0))
     start = torch.arange(6.0)
@@ -115,15 +90,6 @@ def test_spike_and_slab_options():
     assert sorted(guide.median(x, y)) == ["w", "z"]
     assert list(guide.test_gates()) == ["z"]
     assert guide.slabs()["w"].scale.tolist() == pytest.approx([0.2] * 6)
-    for options, message in (
-        ({"slab": {"v": "z"}}, "but 'v' is none"),
-        (
-            {"init_loc": {"w": torch.zeros(2)}},
-            r"finite numbers of shape \(6,\) .* Set init_loc\['w'\]",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            AutoSpikeSlab(model, **{"slab": {"w": "z"}, **options})(x, y)
 
 
 GATES = [HardConcrete(torch.tensor([0.3, -1.0]), 0.6), RectifiedNormal(torch.tensor([0.3, 0.9]), 0.4)]
@@ -142,15 +108,6 @@ def test_rectified_draws_have_the_gates_law(gate):
     assert (((z != 0).float().mean(0) - active).abs() < 5 * (active * (1 - active) / draws).sqrt()).all()
 
 
-def test_reparam_refuses_what_it_cannot_do():
-    """Other distributions and observed gates, by site."""
-    with pytest.raises(TypeError, match="a gate at site 'w'"):
-        poutine.reparam(lambda: pyro.sample("w", dist.Normal(0.0, 1.0)), {"w": RectifyReparam()})()
-    observed = poutine.condition(lambda: pyro.sample("z", HardConcrete(0.0)), {"z": torch.tensor(0.0)})
-    with pytest.raises(ValueError, match="latent gate at site 'z', but it is observed"):
-        poutine.reparam(observed, {"z": RectifyReparam()})()
-
-
 def test_parameters_per_gate_that_are_not_learned():
     """Gates with a temperature each are closed and dropped each by its own."""
 
@@ -167,17 +124,6 @@ def test_parameters_per_gate_that_are_not_learned():
     torch.testing.assert_close(gate.active_prob.detach(), expected[1:3], rtol=1e-4, atol=0)
 
 
-def test_parameters_of_rows_of_a_subsampled_plate():
-    """The prior of one minibatch says nothing about the others."""
-
-    def model():
-        with pyro.plate("rows", 10, subsample_size=4):
-            pyro.sample("z", HardConcrete(torch.zeros(4), temperature=torch.full((4,), 0.5)))
-
-    with pytest.raises(RuntimeError, match=r"expanded size of the tensor \(10\) must match the existing size \(4\)"):
-        AutoGate(model)()
-
-
 def test_reparameterised_gates_keep_their_mask():
     """What was masked is not scored."""
 
@@ -190,13 +136,133 @@ def test_reparameterised_gates_keep_their_mask():
     assert trace.nodes["z_base"]["log_prob"].ne(0).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("jitter", [-1.0, math.inf, math.nan])
-def test_a_jitter_that_is_no_deviation_is_refused(jitter):
-    with pytest.raises(ValueError, match="init_jitter of at least 0, but got"):
-        AutoGate(model, init_jitter=jitter)
+# ------------------------------------------------------------ what is taken over from the prior
 
 
-@pytest.mark.parametrize("options", [{"chains": 0}, {"flips": 0}])
-def test_refine_without_chains_is_refused(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} of at least 1, but got 0"):
-        AutoSpikeSlab(model, slab={"b": "a.z"}).refine(**options)
+USUAL = 2 / 3
+
+
+def temperature_of(model, *args, **options):
+    """The guide's temperature, of a guide that sees the gates alone."""
+    guide = AutoGate(poutine.block(model, expose=["z"]), **options)
+    guide(*args)
+    return guide.posterior()["z"].fixed_options["temperature"]
+
+
+def gate(rate=0.2, **options):
+    return pyro.sample("z", HardConcrete.from_active_prob(rate, **options).expand([3]).to_event(1))
+
+
+def rate_per_gate():
+    with pyro.plate("features", 3):
+        pi = pyro.sample("pi", dist.Beta(1.0, 4.0))
+        pyro.sample("z", HardConcrete.from_active_prob(pi, one_given_active=0.9))
+
+
+def read_back():
+    gate(one_given_active=pyro.sample("q", dist.Uniform(0.6, 0.9)).item())
+
+
+def not_reparameterised():
+    gate(temperature=(0.3, 0.5)[int(pyro.sample("k", dist.Bernoulli(0.5)))])
+
+
+def behind_a_gate_and_a_network():
+    pyro.sample("before", HardConcrete(torch.zeros(2)).to_event(1))
+    hidden = torch.nn.functional.dropout(pyro.sample("h", dist.Normal(0.0, 1.0)), 0.5)
+    gate(temperature=0.2 + torch.sigmoid(hidden))
+
+
+def of_rows(size=6):
+    temperatures = torch.linspace(0.2, 0.7, size)
+    with pyro.plate("rows", size, subsample_size=3) as index:
+        pyro.sample("z", HardConcrete(torch.zeros(3), temperatures[index]))
+
+
+@pytest.mark.parametrize("model", [rate_per_gate, read_back, not_reparameterised, behind_a_gate_and_a_network, of_rows])
+def test_what_depends_on_a_draw_is_not_inherited(model):
+    """Latents of every kind, and the rows of a minibatch; the stretch is still the prior's."""
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        assert temperature_of(model) == USUAL
+        assert temperature_of(model, family_options={"temperature": 0.4}) == 0.4
+
+
+def test_only_what_depends_on_a_draw_is_left_out():
+    """One of the fixed parameters may."""
+
+    def model():
+        gate(temperature=pyro.sample("t", dist.Gamma(2.0, 4.0)), gamma=-0.2)
+
+    guide = AutoGate(poutine.block(model, hide=["t"]))
+    guide()
+    assert guide.posterior()["z"].fixed_options == {"temperature": USUAL, "gamma": -0.2, "zeta": 1.1}
+
+
+def beside_a_latent():
+    pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    gate(temperature=0.4)
+
+
+def with_a_parameter():
+    pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    gate(temperature=pyro.param("t", torch.tensor(0.4)) * 1)
+
+
+def with_data(x, temperature):
+    with pyro.plate("rows", 8, subsample_size=4):
+        pyro.sample("local", dist.Normal(0.0, 1.0))
+    gate(rate=x.mean(), temperature=temperature)
+
+
+def conditioned():
+    gate(temperature=pyro.sample("t", dist.Gamma(2.0, 4.0)))
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (beside_a_latent, ()),
+        (with_a_parameter, ()),
+        (with_data, (torch.full((3,), 0.3), 0.4)),
+        (poutine.condition(conditioned, {"t": torch.tensor(0.4)}), ()),
+    ],
+)
+def test_what_no_draw_changes_is_inherited(model, args):
+    """Numbers, parameters and arguments of the model, and latents that are given."""
+    assert float(temperature_of(model, *args)) == pytest.approx(0.4)
+
+
+def test_a_look_at_other_draws_changes_no_random_number():
+    """The model is run again with generators of its own."""
+    for family, runs in ((HardConcrete, 11), (RectifiedNormal, 1)):  # another family takes nothing over
+        count = 0
+
+        def model():
+            nonlocal count
+            count += 1
+            beside_a_latent()
+
+        pyro.set_rng_seed(0)
+        beside_a_latent()
+        torch.randn(3)
+        expected = torch.rand(2)
+        pyro.set_rng_seed(0)
+        guide = AutoGate(poutine.block(model, hide=["scale"]), family=family)
+        guide.median()
+        assert torch.equal(torch.rand(2), expected)
+        assert count == runs
+
+
+def test_a_model_of_gates_alone_is_run_once():
+    """Networks with gates, for which a run has its price and its effects."""
+    count = 0
+
+    def model():
+        nonlocal count
+        count += 1
+        for i in range(2):
+            pyro.sample(f"z{i}", HardConcrete(torch.zeros(3), temperature=0.4).to_event(1))
+
+    AutoGate(model)()
+    assert count == 1

@@ -18,8 +18,6 @@ from pyro_l0.infer import L0_ELBO, AutoGate
 
 
 class Model(nn.Module):
-    """A network whose inputs have gates."""
-
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 1)
@@ -39,7 +37,6 @@ def module():
 
 
 def train(loss, *optimisers, steps=8, micro_batches=1, clear=None):
-    """Steps of some optimisers on a loss."""
     for _ in range(steps):
         for optimiser in optimisers:
             (clear or optimiser).zero_grad()

@@ -90,9 +90,6 @@ def test_the_loss_counts_each_weight_by_its_gate():
     torch.testing.assert_close(terms["kl_slab"], expected)
 
 
-# ------------------------------------------------------------ refused
-
-
 @pytest.mark.parametrize("index", [GROUP.double(), GROUP > 2, torch.tensor(3)])
 def test_an_index_that_is_none(index):
     """Numbers that are no integers, and one number alone."""

@@ -86,7 +86,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_slab_lives_where_its_prior_does(name):
-    """Draws, densities and median, and a pathwise gradient."""
     prior, mean, (low, high) = OTHERS[name]
     model = model_of(prior)
     guide = started(model, init_scale=2.0)
@@ -118,23 +117,6 @@ def test_a_multivariate_normal_slab():
     trace = pyro.poutine.trace(guide).get_trace()
     assert (trace.nodes["w"]["fn"].batch_shape, trace.nodes["w"]["fn"].event_shape) == ((), (3,))
     assert guide.slabs()["w"].mean.tolist() == pytest.approx([1.0, 2.0, 3.0], abs=0.2)
-
-
-@pytest.mark.parametrize(
-    ("prior", "event"),
-    [(dist.Dirichlet(torch.ones(3)), True), (dist.Poisson(3.0), False), (dist.Bernoulli(0.5), False)],
-)
-def test_slabs_that_are_refused(prior, event):
-    """Numbers that depend on one another, and discrete ones, by the site."""
-    with pytest.raises(ValueError, match="site 'w' to have a prior of real, positive or bounded numbers"):
-        started(model_of(prior, event))
-
-
-def test_a_start_outside_of_the_support():
-    """Is refused by the site, as is one that is not finite."""
-    for prior, value in ((dist.HalfNormal(1.0), -1.0), (dist.Normal(0.0, 1.0), math.nan)):
-        with pytest.raises(ValueError, match=r"slab site 'w' to start at finite numbers .* Set init_loc\['w'\]"):
-            started(model_of(prior), init_loc={"w": torch.full((3,), value)})
 
 
 def test_median_is_a_copy():

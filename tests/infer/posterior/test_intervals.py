@@ -10,7 +10,7 @@ import torch
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
-from tests.infer.regressions import leave_one_out, train
+from tests.infer.regressions import features, leave_one_out, train
 from tests.reference_posteriors import all_gates
 
 SLAB, CORRELATED = {"w": "z"}, {"gates": "autoregressive", "slabs": "structured"}
@@ -170,8 +170,7 @@ def test_restarts_that_disagree_are_not_ok():
     x = torch.randn(40, generator=torch.Generator().manual_seed(0)).expand(2, 40)
 
     def model():
-        with pyro.plate("features", 2):
-            z, w = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.1))), pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features(2, 0.1)
         pyro.sample("y", dist.Normal((z * w) @ x, 0.3).to_event(1), obs=x[0])
 
     guide = AutoSpikeSlab(model, SLAB)

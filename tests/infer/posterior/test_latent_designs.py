@@ -9,10 +9,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
 from pyro_l0.infer.guides.correlated import Structure, correlated_posterior
 from pyro_l0.infer.target import InferenceTarget
+from tests.infer.regressions import features
 from tests.reference_posteriors import all_gates
 
 RATE, NOISE, N = 0.3, 0.6, 25
@@ -25,9 +25,8 @@ def normal(*shape, seed=0):
 
 
 def loadings(size):
-    with pyro.plate("columns", size, dim=-1):
-        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(RATE)))
-        return z * pyro.sample("w", dist.Normal(0.0, 1.0))
+    z, w = features(size, RATE, dim=-1)
+    return z * w
 
 
 def factors():

@@ -211,24 +211,6 @@ def test_density_is_pyros():
     torch.testing.assert_close(torch.autograd.grad(record(a), a), torch.autograd.grad(posterior.potential(b), b))
 
 
-def impossible():
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    pyro.factor("never", w - math.inf)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (impossible, {}, r"finite log density somewhere.*\['w'\]"),
-        (impossible, {"num_chains": 1}, r"num_chains of at least 2, but got 1"),
-    ],
-)
-def test_what_cannot_be_sampled(model, options, message):
-    """Named, with what to do."""
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        sample_posterior(model, **options)
-
-
 def test_gates_alone_are_drawn_exactly():
     """Without a continuous variable nothing is left to a sampler."""
 
@@ -245,3 +227,27 @@ def test_gates_alone_are_drawn_exactly():
     assert list(result.summary().to_frame().columns[-2:]) == ["r_hat", "ess"]
     assert "divergent transitions by chain: [0, 0, 0, 0]" in str(result.summary())
     assert torch.equal(result.quantiles(0.5)["z"], result.quantiles([0.5])["z"][0])
+
+
+def test_chains_that_do_not_move():
+    """Gates that are always closed agree; gates that are open in one chain and closed in others do not."""
+    closed, stuck = torch.zeros(4, 20), torch.zeros(4, 20)
+    stuck[1] = 1
+    half = torch.tensor([0.0, 1.0]).repeat(4, 10)  # the distance from the median is always the same
+    r_hat, ess, error = chain_statistics({"closed": closed, "stuck": stuck, "half": half})
+    assert (r_hat["closed"].item(), ess["closed"].item(), error["closed"].item()) == (1, 80, 0)
+    assert error["stuck"].item() > 0.15  # one of four chains: sqrt(1/4 * 3/4 / 4) = .22 of four that are alone
+    assert r_hat["stuck"].item() > 1e3
+    assert r_hat["half"].item() < 1.01
+    assert torch.isfinite(ess["half"])
+
+
+def test_each_entry_by_itself():
+    torch.manual_seed(0)
+    x = torch.randn(3, 50, 2, 4)
+    x[0, :, 1, 2] += 2
+    r_hat, ess, _ = chain_statistics({"x": x, "binary": (x > 0).long()})
+    assert r_hat["x"].shape == ess["x"].shape == (2, 4)
+    assert (r_hat["x"] > 1.2).nonzero().tolist() == [[1, 2]]
+    assert r_hat["x"][1, 2] == chain_statistics({"y": x[..., 1, 2]})[0]["y"]
+    assert r_hat["binary"].dtype == torch.float64

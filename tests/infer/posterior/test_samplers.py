@@ -29,7 +29,6 @@ def model(gate=HardConcrete):
 @pytest.mark.parametrize("gate", [HardConcrete, lambda x: RectifiedNormal(x, 0.5), lambda x: BernoulliGate(logits=x)])
 @pytest.mark.parametrize("guide", [AutoNormal, AutoDelta, AutoMultivariateNormal, AutoStructured, AutoNormalMessenger])
 def test_continuous_guides_refuse_gates(guide, gate):
-    """With the remedy."""
     svi = SVI(model, guide(model), pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
     with pytest.raises(ValueError, match=r"got a gate, .*RectifyReparam"):
         svi.step(gate)
@@ -55,7 +54,6 @@ def test_samplers_refuse_gates_with_a_density(kernel):
 
 
 def test_a_gates_support_is_copied_and_checked():
-    """As torch's unit interval."""
     gate = HardConcrete(torch.zeros(2))
     for other in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate)), gate.expand([3, 2])):
         assert other.support.check(torch.tensor([0.0, 1.0, 1.1])).tolist() == [True, True, False]
@@ -134,10 +132,7 @@ def test_samples_of_gates_of_any_shape():
     ("samples", "message"),
     [
         ({"z_base": torch.zeros(4)}, r"\['w'\] are missing"),
-        (
-            {"z_base": torch.zeros(4), "w": torch.zeros(5)},
-            r"the same dimensions of draws, .* 'w': \(\(5,\), \(\)\)}",
-        ),
+        ({"z_base": torch.zeros(4), "w": torch.zeros(5)}, r"the same dimensions of draws, .* 'w': \(\(5,\), \(\)\)}"),
         ({"z_base": torch.zeros(4), "w": torch.tensor(0.0)}, r"the same dimensions of draws, .* 'w': \(\(\), \(\)\)"),
         ({"z_base": torch.zeros(4), "w": torch.zeros(4), "u": torch.zeros(4)}, r"\['u'\] are not in the model"),
     ],

@@ -17,7 +17,7 @@ from pyro_l0.infer.posterior import log_joint
 from pyro_l0.infer.posterior.log_joint import LogJoint
 from pyro_l0.infer.target import InferenceTarget
 from tests.bench.posteriors.fuzz_models import Case, tried
-from tests.infer.regressions import correlated_guide
+from tests.infer.regressions import correlated_guide, features
 from tests.reference_posteriors import all_gates
 
 pytestmark = pytest.mark.filterwarnings("ignore:The loss was still falling", "ignore:These draws are not")
@@ -55,9 +55,6 @@ def close(found, right, atol=0.03):
     torch.testing.assert_close(found.double(), right, atol=atol, rtol=0)
 
 
-# ------------------------------------------------------------ random models
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_random_models(seed):
     """Against sums over all gates, or refused in words; by turns a fit, a mean field and chains, which take longer."""
@@ -84,9 +81,7 @@ def beta(children=False):
     if children:
         with pyro.plate("children", 4):
             pyro.sample("s", dist.Bernoulli(rate), obs=torch.tensor([1.0, 1.0, 0.0, 1.0]))
-    with pyro.plate("features", 3):
-        z = pyro.sample("z", BernoulliGate(probs=rate))
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    z, w = features(3, rate)
     observe((z * w) @ X.mT)
 
 
@@ -125,7 +120,6 @@ def test_a_target_with_another_rate_is_found(monkeypatch):
 
 
 def test_another_density_of_a_sampler_is_found(monkeypatch):
-    """One without scales."""
     monkeypatch.setattr(log_joint, "log_prob", lambda site: site["fn"].log_prob(site["value"]))
     with pytest.raises(ValueError, match=r"the log density that sample_posterior uses .* from one value of 'z' to"):
         LogJoint(InferenceTarget(lambda: plain(5.0)))
@@ -136,9 +130,7 @@ def test_a_model_that_differs_under_vmap_is_found():
     """Before a step of training; the model as it should be is taken."""
 
     def model(differs=True):
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=0.3))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features(3, 0.3)
         several = torch._C._functorch.is_batchedtensor(w)
         observe((z * w) @ X.mT + (0.3 * w[0] if several and differs else 0.0))
 
@@ -173,7 +165,6 @@ def test_what_is_drawn_and_is_no_site(method):
 
 
 def per_gate():
-    """A scale for each gate, in events."""
     with poutine.scale(scale=torch.tensor(2.0)):
         z = pyro.sample("z", BernoulliGate(probs=torch.tensor([0.2, 0.4, 0.3])).to_event(1))
     with poutine.scale(scale=0.25):
@@ -243,9 +234,7 @@ def test_the_evidence_of_a_scaled_model_with_unknown_noise():
     def whole():
         with poutine.scale(scale=0.5):
             sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
-            with pyro.plate("features", 3):
-                z = pyro.sample("z", BernoulliGate(probs=0.3))
-                w = pyro.sample("w", dist.Normal(0.0, 1.0))
+            z, w = features(3, 0.3)
             observe((z * w) @ X.mT, sigma)
 
     gates, sigmas = all_gates(3), torch.linspace(-1.5, 1.5, 121).double().exp()
@@ -357,9 +346,7 @@ def test_a_rate_that_the_likelihood_uses():
 
     def model():
         rate = pyro.sample("rate", dist.Beta(2.0, 2.0))
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=rate))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features(3, rate)
         observe((z * w) @ X.mT + 3 * rate.unsqueeze(-1))
 
     found, probs = refined(model)
@@ -382,9 +369,7 @@ def test_the_prior_of_another_latent_that_uses_the_rate():
     def model():
         rate = pyro.sample("rate", dist.Beta(2.0, 2.0))
         b = pyro.sample("b", dist.Normal(0.0, rate))
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=rate))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features(3, rate)
         observe((z * w) @ X.mT + b.unsqueeze(-1))
 
     found, probs = refined(model)
@@ -401,9 +386,7 @@ def test_the_prior_of_another_latent_that_uses_the_rate():
 
 def minibatches(noise=1.0, rows=8, slope=1.0):
     def model():
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=0.3))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features(3, 0.3)
         with pyro.plate("data", 30, subsample_size=rows) as index:
             pyro.sample("y", dist.Normal(slope * (z * w) @ X[index].mT, noise), obs=Y[index])
 
@@ -497,8 +480,7 @@ def test_gates_of_a_plate_that_are_observed():
     """All gates of one site, beside those of another."""
 
     def model():
-        with pyro.plate("features", 2):
-            z, w = pyro.sample("z", BernoulliGate(probs=0.3)), pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features(2, 0.3)
         v, u = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.3))), pyro.sample("u", dist.Normal(0.0, 1.0))
         observe((z * w) @ X[:, :2].mT + (v * u).unsqueeze(-1) * X[:, 2])
 
@@ -534,9 +516,7 @@ def test_centred_varying_slopes():
 
     def model():
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=0.5))
-            w = pyro.sample("w", dist.Normal(mu, 0.5))
+        z, w = features(3, 0.5, dist.Normal(mu, 0.5))
         observe((z * w) @ X.mT)
 
     gates, x, y = all_gates(3), X.double(), Y.double()
@@ -556,8 +536,7 @@ def test_slabs_that_are_not_normal(prior):
     """Refused by what integrates them out; the sampler that is named is right, by quadrature of two features."""
 
     def model():
-        with pyro.plate("features", 2):
-            z, w = pyro.sample("z", BernoulliGate(probs=0.5)), pyro.sample("w", prior)
+        z, w = features(2, 0.5, prior)
         observe((z * w) @ X[:, ::2].mT)
 
     guide = AutoSpikeSlab(model, SLAB)
