@@ -9,13 +9,7 @@ import pytest
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
-from pyro_l0.selection import (
-    SpikeSlabClassifier,
-    SpikeSlabCox,
-    SpikeSlabOrdinal,
-    SpikeSlabRegressor,
-    SpikeSlabRobust,
-)
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabCox, SpikeSlabOrdinal, SpikeSlabRegressor, SpikeSlabRobust
 from pyro_l0.selection.families import Student
 from tests.selection.families import design_of
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted

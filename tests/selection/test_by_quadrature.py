@@ -9,12 +9,7 @@ import pytest
 import torch
 from scipy import special, stats
 
-from pyro_l0.selection import (
-    SpikeSlabBinomialRegressor,
-    SpikeSlabClassifier,
-    SpikeSlabCox,
-    SpikeSlabPoissonRegressor,
-)
+from pyro_l0.selection import SpikeSlabBinomialRegressor, SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
 from tests.selection.families import design_of

@@ -8,11 +8,7 @@ import pytest
 from scipy import special, stats
 from scipy.sparse import csr_array
 
-from pyro_l0.selection import (
-    SpikeSlabClassifier,
-    SpikeSlabPoissonRegressor,
-    SpikeSlabRegressor,
-)
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 from tests.selection.references import by_densities
 
 NOISE, SLAB = 0.8, 0.6

@@ -5,12 +5,7 @@ import pytest
 import torch
 from scipy import special, stats
 
-from pyro_l0.selection import (
-    SpikeSlabBinomialRegressor,
-    SpikeSlabClassifier,
-    SpikeSlabCox,
-    SpikeSlabPoissonRegressor,
-)
+from pyro_l0.selection import SpikeSlabBinomialRegressor, SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor
 from pyro_l0.selection.methods import enumeration, sampling
 from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.problem import Prior
