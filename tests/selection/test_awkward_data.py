@@ -85,19 +85,6 @@ def test_more_features_than_observations():
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
-@pytest.mark.parametrize("where", ["X", "y"])
-def test_nan_is_refused(kind, where):
-    x, y = data(kind)
-    if where == "X":
-        x[3, 1] = np.nan
-    else:
-        y = y.astype(object)
-        y[3] = np.nan
-    with pytest.raises(ValueError, match=r"NaN|contains nan|mix of label input types|unknown label"):
-        kind().fit(x, y)
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_missing_values_are_named(kind):
     """In fits and predictions, by up to five names, and what to do."""
     x, y = data(kind)

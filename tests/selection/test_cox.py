@@ -97,8 +97,3 @@ def test_arviz():
     assert found["posterior"]["coef"].shape == (1, 1000, 4)
     for group in ("log_likelihood", "posterior_predictive"):
         assert not hasattr(found, group)
-
-
-def test_draws_of_times_are_refused():
-    with pytest.raises(NotImplementedError, match="use predict_survival"):
-        fitted(SpikeSlabCox).sample_y(data(SpikeSlabCox)[0])

@@ -179,31 +179,3 @@ def test_scales_far_from_one(name, scale):
     assert ((found.active_probs >= 0) & (found.active_probs <= 1 + 1e-12)).all()
     if (name, scale) != ("noise_scale", 1e9):
         assert (found.active_probs[:9] > 0.99).all() or name == "slab_scale"
-
-
-X, Y = data()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rate": 1.5}, "a rate between 0 and 1, .* but got 1.5"),
-        ({"slab_scale": 0.0}, "slab_scale to lie between"),
-        ({"noise_scale": math.inf}, "noise_scale to lie between"),
-        ({"family": "poisson", "noise_scale": 1.0, "y": np.ones(30)}, "no noise_scale"),
-        ({"family": "bernoulli", "y": 2 * np.ones(30)}, "to hold 0 and 1, or shares between them, but got 2"),
-        ({"family": "categorical", "y": 0.5 * np.ones(30)}, "to hold whole numbers from 0, but got 0.5"),
-        ({"y": np.full(30, np.nan)}, "to hold finite numbers, but got nan"),
-        ({"y": np.ones(29)}, r"\(30, 4\) and \(29,\)"),
-        # The ends of the number line, where squares and products of determinants would be infinite or zero.
-        ({"x": 1e200 * X}, "largest absolute value of feature 'x0' to lie between 1e-60 and 1e[+]60"),
-        ({"y": 1e155 * Y}, "largest absolute value of y to lie between"),
-        ({"noise_scale": 1e300}, "Expected noise_scale to lie between .* but got 1e[+]300"),
-        ({"slab_scale": 1e300}, "Expected slab_scale to lie between .* but got 1e[+]300"),
-        ({"slab_scale": 1e300, "family": "poisson", "y": np.ones(30)}, "slab_scale to lie between .* but got 1e[+]300"),
-    ],
-)
-def test_refusals(change, message):
-    arguments = {"x": X, "y": Y, "family": "gaussian"} | change
-    with pytest.raises(ValueError, match=message):
-        design_of(**arguments)

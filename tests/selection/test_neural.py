@@ -179,23 +179,6 @@ def test_networks_learn_to_do_without_an_input():
         torch.testing.assert_close(network.weight, torch.full_like(network.weight, 0.6), rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("n_features", [2, None])
-def test_losses_that_are_not_finite_are_refused(n_features):
-    x, y = product(n=40)
-    with pytest.raises(ValueError, match="outputs stay finite"):
-        NeuralFeatureSelector(Broken(), n_features, **FAST).fit(x, y)
-
-
-class Broken(nn.Linear):
-    """A network whose outputs in training are not numbers."""
-
-    def __init__(self):
-        super().__init__(8, 1, dtype=torch.float64)
-
-    def forward(self, x):
-        return super().forward(x) + torch.nan
-
-
 # What it selects
 
 

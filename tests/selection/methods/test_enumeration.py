@@ -181,13 +181,3 @@ def test_difficult_data():
     np.testing.assert_allclose(zero.mean, 0.0, atol=1e-12)
     assert exact_posterior(x[:, :1], y, seed=0).active_probs.shape == (1,)
     assert np.isfinite(exact_posterior(x[:3, [0, 2, 3]], y[:3], seed=0).active_probs).all()
-
-
-def test_refusals():
-    x, y = regression(50, 4, 10)
-    with pytest.raises(ValueError, match="y to vary"):
-        enumerate_posterior(problem_of(x, torch.zeros_like(y)))
-    with pytest.raises(ValueError, match=r"shape \(S, 4\)"):
-        GaussianEvidence(problem_of(x, y)).log_marginal(torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="at least one observation"):
-        GaussianEvidence(problem_of(x[:0], y[:0]))

@@ -224,8 +224,3 @@ def test_difficult_data():
         assert np.isfinite(found.mean).all()
         assert math.isfinite(found.log_evidence)
         assert (found.sd > 0).all()
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match=r"shape \(S, 4\)"):
-        LaplaceEvidence(problem_of("poisson")).log_marginal(torch.ones(2, 3, dtype=torch.bool))
