@@ -3,11 +3,11 @@
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import special, stats
+from scipy import special
 from scipy.sparse import csr_array
 
 from pyro_l0.selection import SpikeSlabRegressor
-from tests.selection.references import by_densities
+from tests.selection.references import by_densities, unknown_scales
 
 N, NOISE, SLAB = 30, 0.7, 0.6
 RATES = [0.3, 0.4, 0.2, 0.5, 0.3]
@@ -123,33 +123,15 @@ def test_categories():
 
 
 def test_unknown_scales():
-    """By densities on a grid of both logarithms."""
     x, y = data(n=20)
     x = x[:, :2]
     model = SpikeSlabRegressor(rate=0.3, background=True, random_state=0).fit(x, y)
-    z, unit = (x - x.mean(0)) / x.std(0), y.std()
-    rest = np.linalg.qr(np.c_[np.ones(20), np.eye(20)[:, 1:]])[0][:, 1:]  # orthogonal to the intercept
-    noise, slab = (np.exp(np.linspace(low, high, 60)) * unit for low, high in ((-3.0, 2.0), (-8.0, 1.6)))
-    of_noise = np.log(2 / np.pi) - np.logaddexp(np.log(noise / unit), -np.log(noise / unit))
-    of_slab = stats.halfnorm.logpdf(slab, scale=unit) + np.log(slab)
-    log = np.zeros((6, 4, 60, 60))
-    for k, ratio in enumerate(RATIOS):
-        background = rest.T @ (np.eye(20) + ratio * z @ z.T / 2) @ rest
-        for g in range(4):
-            on = z[:, [j for j in range(2) if g >> j & 1]]
-            for i, a in enumerate(noise):
-                values, vectors = np.linalg.eigh(background)
-                root = vectors / np.sqrt(values)  # whitened, then one decomposition for all slabs
-                along = rest.T @ on
-                each, basis = np.linalg.eigh(root.T @ along @ along.T @ root)
-                turned = (basis.T @ root.T @ rest.T @ y) ** 2
-                variance = a**2 + np.multiply.outer(slab**2, each.clip(min=0))
-                density = -0.5 * (np.log(2 * np.pi * variance) + turned / variance).sum(1)
-                log[k, g, i] = density - 0.5 * np.log(values).sum() + of_noise[i] + of_slab
-            log[k, g] += bin(g).count("1") * np.log(0.3) + (2 - bin(g).count("1")) * np.log(0.7) + np.log(PRIOR[k])
-    probs = special.softmax(log.reshape(6, 4, -1), axis=None).sum(2)
+    z = (x - x.mean(0)) / x.std(0)
+    spreads = [np.eye(20) + ratio * z @ z.T / 2 for ratio in RATIOS]
+    gates, log = zip(*(unknown_scales(z, y, spread, [0.3, 0.3], y.std(), y.std()) for spread in spreads), strict=True)
+    probs = special.softmax(np.array(log) + np.log(PRIOR)[:, None])
     np.testing.assert_allclose([*model.background_.values()], probs.sum(1), atol=1e-3)
-    np.testing.assert_allclose(model.pip_, [probs[:, [1, 3]].sum(), probs[:, [2, 3]].sum()], atol=1e-3)
+    np.testing.assert_allclose(model.pip_, probs.sum(0) @ gates[0], atol=1e-3)
 
 
 def test_joint_draws_and_predictions():

@@ -1,7 +1,5 @@
 """Rates of one's own and features that are always in, against sums over all gates that share no code with ours."""
 
-import itertools
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,7 +7,7 @@ from scipy import special, stats
 from scipy.sparse import csr_array
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from tests.selection.references import by_densities
+from tests.selection.references import by_densities, unknown_scales
 
 NOISE, SLAB = 0.8, 0.6
 KNOWN = {"noise_scale": NOISE, "slab_scale": SLAB, "standardize": False, "random_state": 0}
@@ -54,26 +52,15 @@ def test_normal_observations(method, scale, groups):
 
 
 def test_unknown_scales():
-    """Of noise and slabs, by sums over a grid; their units are of what a flat confounder leaves of y."""
+    """Of noise and slabs, whose units are of what a flat confounder leaves of y."""
     x, y = numbers(16)
     x, y = x[:, :3], y - x[:, 4]
     taken = np.stack([np.ones(16), x[:, 1]], 1)
-    rest = np.linalg.svd(taken)[0][:, 2:]
-    y_left, x_left = rest.T @ y, rest.T @ x
-    unit = np.sqrt((y_left**2).sum() / 16)
+    unit = np.sqrt(((y - taken @ np.linalg.lstsq(taken, y)[0]) ** 2).mean())
     width = np.sqrt(x[:, [0, 2]].var(0).mean())
-    noise, slab = np.exp(np.linspace(-7, 4, 100)) * unit, np.exp(np.linspace(-9, 2, 100)) * unit / width
-    prior = stats.halfcauchy.logpdf(noise / unit) + np.log(noise / unit)
-    prior = prior[:, None] + stats.halfnorm.logpdf(slab * width / unit) + np.log(slab * width / unit)
-    log = []
-    for z in itertools.product([0, 1], repeat=2):
-        values, vectors = np.linalg.eigh(x_left[:, [0, 2]] @ np.diag(z) @ x_left[:, [0, 2]].T)
-        variance = noise[:, None, None] ** 2 + slab[:, None] ** 2 * values
-        density = stats.norm.logpdf(vectors.T @ y_left, scale=np.sqrt(variance)).sum(2)
-        log.append(special.logsumexp(density + prior) + np.log([0.8, 0.2][z[0]] * [0.6, 0.4][z[1]]))
-    probs = special.softmax(log)
+    gates, log = unknown_scales(x, y, np.eye(16), [0.2, 1.0, 0.4], unit, unit / width)
     model = SpikeSlabRegressor(rate={0: 0.2, 1: 1, 2: 0.4}, standardize=False, random_state=0).fit(x, y)
-    np.testing.assert_allclose(model.pip_, [probs[2] + probs[3], 1, probs[1] + probs[3]], atol=1e-4)
+    np.testing.assert_allclose(model.pip_, special.softmax(log) @ gates, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"fit_intercept": False}, {"groups": [0, 1, 2, 2, 1]}], ids=str)
