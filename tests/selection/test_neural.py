@@ -5,7 +5,6 @@ import pickle
 
 import numpy as np
 import pandas as pd
-import pyro
 import pytest
 import torch
 from sklearn.base import clone
@@ -28,6 +27,7 @@ from pyro_l0.selection.neural import (
     held_out_losses,
     train_for_subsets,
 )
+from tests.selection.fitted import nothing_else_changes
 
 FAST = {"max_steps": 2, "cv": 2, "random_state": 0}
 
@@ -268,18 +268,11 @@ def test_scikit_learn_conventions_of_other_tasks(estimator, check):
     check(estimator)
 
 
-def test_a_seed_gives_the_same_fit_and_global_states_are_left_alone():
+def test_a_seed_gives_the_same_fit_and_nothing_else_changes():
     x, y = product(n=40)
-    pyro.clear_param_store()
-    pyro.param("mine", torch.ones(1))
-    torch.manual_seed(3)
-    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
-    NeuralFeatureSelector(n_features=2, max_steps=3).fit(x, y)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
-    assert list(pyro.get_param_store().keys()) == ["mine"]
-    pyro.clear_param_store()
+    with nothing_else_changes():
+        first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
+        NeuralFeatureSelector(n_features=2, max_steps=3).fit(x, y)
     assert np.array_equal(first.ranking_, second.ranking_)
     assert np.array_equal(first.predict(x), second.predict(x))
 
