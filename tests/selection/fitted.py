@@ -65,7 +65,7 @@ def fitted(kind):
     return kind(random_state=0).fit(*data(kind))
 
 
-def assert_equal_fits(one, other, names="pip_ coef_ coef_sd_ intercept_ log_evidence_", **tolerance):
+def assert_equal_fits(one, other, names="pip_ coef_ coef_sd_ intercept_ slab_scale_ log_evidence_", **tolerance):
     """To the bit where no tolerance is given."""
     for name in names.split():
         found, wanted = getattr(other, name), getattr(one, name)

@@ -52,6 +52,11 @@ def reference(x, y, rates=RATES, *, standardize=False, covariance=None, always=N
     return known, special.softmax(log), special.logsumexp(log)
 
 
+def assert_same(one, other, atol):
+    np.testing.assert_allclose([*one.background_.values()], [*other.background_.values()], atol=atol)
+    np.testing.assert_allclose(one.pip_, other.pip_, atol=atol)
+
+
 def assert_exact_pips(model, found):
     known, probs, log_evidence = found
     assert [*model.background_] == RATIOS
@@ -102,8 +107,7 @@ def test_the_unit_of_a_covariance_does_not_matter():
         SpikeSlabRegressor(rate=RATES, background=True, random_state=0).fit(x, y, noise_covariance=unit * covariance)
         for unit in (1.0, 100.0)
     ]
-    np.testing.assert_allclose(*[[*model.background_.values()] for model in models], atol=1e-6)
-    np.testing.assert_allclose(*[model.pip_ for model in models], atol=1e-6)
+    assert_same(*models, atol=1e-6)
 
 
 def test_categories():
@@ -118,8 +122,7 @@ def test_categories():
     assert_exact_pips(model, reference(columns, y, [0.3, 0.3], gate_of=[0, 1, 1, 1]))
     pair = [pd.Categorical(two), two.astype(float)]
     models = [SpikeSlabRegressor(**parameters).fit(pd.DataFrame({"x": number, "c": c}), y) for c in pair]
-    np.testing.assert_allclose(*[model.pip_ for model in models], atol=1e-8)
-    np.testing.assert_allclose(*[[*model.background_.values()] for model in models], atol=1e-8)
+    assert_same(*models, atol=1e-8)
 
 
 def test_unknown_scales():
@@ -182,8 +185,7 @@ def test_other_forms_of_the_data():
     z = r * np.sqrt((N - 2) / (1 - r**2))
     pairs.append((model, SpikeSlabRegressor.from_z_scores(z, np.corrcoef(x.T), N, **scaled)))
     for one, other in pairs:
-        np.testing.assert_allclose([*other.background_.values()], [*one.background_.values()], atol=1e-6)
-        np.testing.assert_allclose(other.pip_, one.pip_, atol=1e-6)
+        assert_same(one, other, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn.model_selection import GridSearchCV, cross_val_score
 
 from pyro_l0.selection import SpikeSlabCox
 from tests.selection.fitted import data, fitted
@@ -79,13 +78,6 @@ def test_concordance():
             right += 1.0 if risk[i] > risk[j] else 0.5 * (risk[i] == risk[j])
     assert model.score(x, y) == pytest.approx(right / pairs)
     assert model.score(x, y) > 0.7
-
-
-def test_in_searches():
-    x, y = data(SpikeSlabCox)
-    assert cross_val_score(SpikeSlabCox(**KNOWN), x, y, cv=3).mean() > 0.65
-    search = GridSearchCV(SpikeSlabCox(**KNOWN), {"rate": [0.1, 0.5]}, cv=2).fit(x, y)
-    assert search.best_estimator_.rate_ == search.best_params_["rate"]
 
 
 def test_arviz():

@@ -7,6 +7,7 @@ from scipy import special, stats
 from scipy.sparse import csr_array
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from tests.selection.fitted import assert_equal_fits
 from tests.selection.references import by_densities, unknown_scales
 
 NOISE, SLAB = 0.8, 0.6
@@ -75,8 +76,7 @@ def test_sparse_features_and_weights(scale, options):
     dense, sparse = (SpikeSlabRegressor(**options).fit(a, y, weight) for a in (x, csr_array(x)))
     repeated = SpikeSlabRegressor(**options).fit(x.repeat(weight, 0), y.repeat(weight))
     for other in (sparse, repeated):
-        for name in ("pip_", "coef_", "intercept_", "log_evidence_", "noise_scale_"):
-            np.testing.assert_allclose(getattr(other, name), getattr(dense, name), rtol=1e-7, atol=1e-8)
+        assert_equal_fits(dense, other, "pip_ coef_ intercept_ log_evidence_ noise_scale_", rtol=1e-7, atol=1e-8)
         np.testing.assert_allclose(other.coef_sd_, dense.coef_sd_, rtol=0.05)
     np.testing.assert_allclose(sparse.predict(csr_array(x)), dense.predict(x), rtol=1e-7)
 
@@ -100,9 +100,7 @@ def test_flat_is_the_limit_of_wide(kind):
     options = {"rate": {0: 0.3, 1: 1, 2: 0.4, 3: 0.2, 4: 1}, "random_state": 0, "slab_scale": 0.5}
     options |= {"noise_scale": NOISE} if kind is SpikeSlabRegressor else {}
     flat, wide = (kind(always_in_scale=s, **options).fit(x, y) for s in (None, 1e3))
-    atol = 1e-4 if kind is SpikeSlabRegressor else 0.01
-    np.testing.assert_allclose(flat.pip_, wide.pip_, atol=atol)
-    np.testing.assert_allclose(flat.coef_, wide.coef_, atol=atol)
+    assert_equal_fits(flat, wide, "pip_ coef_", atol=1e-4 if kind is SpikeSlabRegressor else 0.01)
 
 
 def test_a_category_that_is_always_in():
@@ -116,8 +114,7 @@ def test_a_category_that_is_always_in():
     )
     assert model.pip_[1] == 1.0
     assert model.coef_[1:].sum() == pytest.approx(0.0, abs=1e-9)
-    np.testing.assert_allclose(model.coef_, wide.coef_, atol=1e-4)
-    assert model.pip_[0] == pytest.approx(wide.pip_[0], abs=1e-4)
+    assert_equal_fits(model, wide, "pip_ coef_", atol=1e-4)
     assert model.summary().index.tolist() == ["a", "city[x]", "city[y]", "city[z]"]
     dummies = np.column_stack([frame["a"], *(frame["city"] == c for c in "xyz")])
     expected = np.linalg.lstsq(dummies, y, rcond=None)[0]

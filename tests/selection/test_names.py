@@ -16,7 +16,7 @@ from pyro_l0.selection import (
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
-from tests.selection.fitted import EVERY, data, three_classes
+from tests.selection.fitted import EVERY, assert_equal_fits, data, three_classes
 
 KNOWN = {"noise_scale": 1.0, "slab_scale": 0.6, "random_state": 0}
 RATES = np.array([0.9, 0.1, 0.2, 0.3])
@@ -65,8 +65,7 @@ def test_groups_by_name(names, way):
         if way is pd.Series:
             by_name = pd.Series(list(by_name.values()), index=pd.Index(list(by_name), tupleize_cols=False))
         model = SpikeSlabRegressor(rate=rate, groups=by_name, **KNOWN).fit(frame, y)
-        np.testing.assert_allclose(model.pip_, right.pip_, atol=1e-12)
-        np.testing.assert_allclose(model.coef_, right.coef_, atol=1e-9)
+        assert_equal_fits(right, model, "pip_ coef_", atol=1e-12)
 
 
 def test_groups_that_permute_features():
@@ -136,8 +135,7 @@ def test_weights_of_survival_times_repeat_rows(ties, offset):
     model = SpikeSlabCox(ties=ties, random_state=0)
     one = clone(model).fit(x, y, weight.astype(float), offset=known)
     other = clone(model).fit(x.repeat(weight, 0), y.repeat(weight), offset=known.repeat(weight))
-    for name in ("pip_", "coef_", "coef_sd_", "log_evidence_"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert_equal_fits(one, other)
     np.testing.assert_array_equal(one.predict_survival(x[:3], [1.0]), other.predict_survival(x[:3], [1.0]))
 
 

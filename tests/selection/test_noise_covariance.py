@@ -11,6 +11,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pyro_l0.selection import SpikeSlabRegressor
+from tests.selection.fitted import assert_equal_fits
 from tests.selection.references import by_densities, unknown_scales
 
 N, NOISE, SLAB = 24, 0.7, 0.6
@@ -88,17 +89,12 @@ def test_unknown_scales():
     assert model.log_evidence_ == pytest.approx(special.logsumexp(log), abs=5e-3)
 
 
-def same(one, other, atol=1e-9):
-    for name in ("pip_", "coef_", "coef_sd_", "intercept_", "slab_scale_", "log_evidence_"):
-        np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=atol, err_msg=name)
-
-
 @pytest.mark.parametrize("options", [{}, {"rate": {1: 1}}, {"fit_intercept": False}, {"standardize": False}], ids=str)
 def test_independent_noise_is_none(options):
     x, y = data(AR)
     model = SpikeSlabRegressor(random_state=0, **options).fit(x, y)
     white = SpikeSlabRegressor(random_state=0, **options).fit(x, y, noise_covariance=np.eye(N))
-    same(model, white, atol=1e-12)
+    assert_equal_fits(model, white, atol=1e-12)
     assert model.noise_scale_ == pytest.approx(white.noise_scale_, rel=1e-12)
 
 
@@ -112,9 +108,7 @@ def test_order_and_unit_change_nothing(options):
     other.fit(x[order], y[order], noise_covariance=AR[order][:, order])
     larger.fit(x, y, noise_covariance=100 * AR)
     for found in (other, larger):  # a deviation is partly that of draws, of which one may move to another node
-        np.testing.assert_allclose(found.pip_, model.pip_, atol=1e-9)
-        np.testing.assert_allclose(found.coef_, model.coef_, atol=1e-9)
-        assert found.log_evidence_ == pytest.approx(model.log_evidence_, abs=1e-8)
+        assert_equal_fits(model, found, "pip_ coef_ log_evidence_", atol=1e-9)
     assert larger.noise_scale_ == pytest.approx(model.noise_scale_ / 10, rel=1e-9)
 
 
@@ -126,7 +120,7 @@ def test_whitened_by_hand():
     model = SpikeSlabRegressor(**options).fit(x, y, noise_covariance=AR)
     by_hand = SpikeSlabRegressor(**options).fit(np.linalg.solve(root, x), np.linalg.solve(root, y))
     by_hand.log_evidence_ -= np.log(np.diag(root)).sum()
-    same(model, by_hand)
+    assert_equal_fits(model, by_hand, atol=1e-9)
     assert model.noise_scale_ == pytest.approx(by_hand.noise_scale_, rel=1e-9)
 
 
@@ -147,13 +141,13 @@ def test_forms_of_features():
     options = {"random_state": 0, "slab_scale": SLAB, "standardize": False}
     model = SpikeSlabRegressor(**options).fit(frame, y + 1, noise_covariance=AR, offset=np.ones(N))
     grouped = SpikeSlabRegressor(groups=[0, 1, 1, 1], **options).fit(csr_array(dummies), y, noise_covariance=AR)
-    same(model, grouped)
+    assert_equal_fits(model, grouped, atol=1e-9)
     np.testing.assert_allclose(model.predict(frame), dummies @ model.coef_ + model.intercept_, atol=1e-12)
     assert model.score(frame, y) == pytest.approx(grouped.score(dummies, y))
     pipeline = make_pipeline(StandardScaler(), SpikeSlabRegressor(random_state=0))
     pipeline.fit(x, y, spikeslabregressor__noise_covariance=AR)
     scaled = StandardScaler().fit_transform(x)
-    same(pipeline[-1], SpikeSlabRegressor(random_state=0).fit(scaled, y, noise_covariance=AR))
+    assert_equal_fits(pipeline[-1], SpikeSlabRegressor(random_state=0).fit(scaled, y, noise_covariance=AR), atol=1e-9)
 
 
 def test_constant_features():

@@ -150,6 +150,7 @@ REFUSED = [
     (lambda: regression(weight=np.zeros(40)), "at least one non-zero"),
     (lambda: regression(weight=np.full(40, 1 / 40)), "weights that sum to more than 1"),
     (lambda: SpikeSlabCox().fit(*COX, np.full(80, 0.5)), "whole weights to repeat rows by, but some are fractions"),
+    (lambda: regression(weight=np.full(40, 1.5)).to_arviz(), "Expected whole weights"),
     (lambda: regression(offset=np.ones(39)), "an offset of shape (40,), one for each linear predictor"),
     (lambda: regression(offset=1.0), "but got (); a constant is in the intercept"),
     (lambda: regression(offset=np.full(40, np.nan)), "Input offset contains NaN"),
