@@ -1,7 +1,6 @@
 """From data to a problem and back: contrasts, units, draws, and what is refused."""
 
 import math
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
-import pyro_l0.maths.second_order
 from pyro_l0.selection.design import design
 from pyro_l0.selection.design.design import default_rate
 from pyro_l0.selection.design.draft import Step
@@ -31,34 +29,6 @@ def found_with(beta, intercept, outputs=1):
     moments = np.ones((beta.shape[1] // outputs, outputs))
     half, none = np.full(len(moments), 0.5), np.zeros(len(moments))
     return SelectionPosterior(half, moments, 2 * moments, intercept.mean(0), -3.0, draws, none)
-
-
-@pytest.mark.parametrize("options", [{}, {"fit_intercept": False}, {"standardize": False}], ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("wide", [False, True])
-def test_sparse_features_have_the_likelihood_of_dense_ones(monkeypatch, options, weighted, wide):
-    """Products of columns that are centred and scaled by algebra; one column is constant, one has no zeros."""
-    monkeypatch.setattr(pyro_l0.maths.second_order, "_DENSE", 2 if wide else 2000)
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(40, 7)) * (rng.random((40, 7)) < 0.3)
-    x[:, 2], x[:, 5] = 3.0, 2 + x[:, 5]
-    y = x[:, 0] + rng.normal(size=40)
-    weight = rng.integers(1, 4, 40).astype(float) if weighted else None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Constant features")
-        dense, sparse = (design_of(a, y, weight=weight, **options) for a in (x, csr_array(x)))
-    found = found_with(np.ones((2, dense.problem.x.shape[1])), np.zeros((2, 1)))
-    raw, wanted = (design.posterior(found, seed=0) for design in (sparse, dense))
-    np.testing.assert_allclose(raw.mean, wanted.mean, rtol=1e-12)
-    np.testing.assert_allclose(raw.intercept, wanted.intercept, rtol=1e-12)
-    np.testing.assert_allclose(raw.draws.intercept, wanted.draws.intercept, rtol=1e-12)
-    one, other = sparse.problem.quadratic, dense.problem.quadratic
-    index = torch.arange(dense.problem.x.shape[1])[None]
-    for values in ("linear", "diagonal"):
-        torch.testing.assert_close(getattr(one, values), getattr(other, values), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(one.rows(index), other.rows(index), rtol=1e-10, atol=1e-10)
-    for few in (index[:, 1:4], index[:, :0]):  # as a gate vector has with three open gates, or with none
-        torch.testing.assert_close(one.blocks(few), other.blocks(few), rtol=1e-10, atol=1e-10)
 
 
 def test_without_intercept_features_are_not_centred():
@@ -156,15 +126,6 @@ def test_zeros_without_an_intercept_are_constant():
         design = design_of(x, y, fit_intercept=False, standardize=False)
     raw = design.posterior(found_with(np.ones((2, 3)), np.zeros((2, 1))), seed=0)
     assert raw.mean[:, 0].tolist() == [1, 0, 1, 1]
-
-
-@pytest.mark.parametrize("scale", [1e-50, 1e-8, 1e8, 1e50])
-def test_far_from_one_but_not_at_the_ends(scale):
-    """Units change nothing but the units."""
-    x, y = data()
-    here, there = (exact_posterior(a, b, seed=0) for a, b in ((x, y), (x * scale, y / scale)))
-    np.testing.assert_allclose(there.active_probs, here.active_probs, atol=1e-8)
-    np.testing.assert_allclose(there.mean * scale**2, here.mean, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e9])

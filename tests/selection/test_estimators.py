@@ -16,6 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pyro_l0 import selection
+from pyro_l0.maths import second_order
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.credible_sets import CredibleSet
 from tests.selection.fitted import (
@@ -31,26 +32,38 @@ from tests.selection.fitted import (
 )
 
 
-def test_units_do_not_matter():
+@pytest.mark.parametrize(
+    ("units", "of_y"),
+    [(np.array([3.0, 0.01, 20.0, 1e4]), 100.0), (1e-50, 1e50), (1e-8, 1e8), (1e8, 1e-8), (1e50, 1e-50)],
+)
+def test_units_do_not_matter(units, of_y):
     """Standardised features: other units of X and y change the coefficients by these, and nothing else."""
     x, y = data(SpikeSlabRegressor)
-    units = np.array([3.0, 0.01, 20.0, 1e4])
+    moved = (x - 7.0) * units
     first = SpikeSlabRegressor(random_state=0).fit(x, y)
-    second = SpikeSlabRegressor(random_state=0).fit(x * units - 7.0, 100 * y + 3.0)
+    second = SpikeSlabRegressor(random_state=0).fit(moved, of_y * (y + 3.0))
     np.testing.assert_allclose(second.pip_, first.pip_, atol=1e-8)
-    np.testing.assert_allclose(second.coef_, 100 * first.coef_ / units, rtol=1e-6)
-    np.testing.assert_allclose(second.coef_sd_, 100 * first.coef_sd_ / units, rtol=1e-6)
-    assert second.noise_scale_ == pytest.approx(100 * first.noise_scale_, rel=1e-6)
-    np.testing.assert_allclose(second.predict(x * units - 7.0), 100 * first.predict(x) + 3.0, rtol=1e-6)
+    np.testing.assert_allclose(second.coef_ * units / of_y, first.coef_, rtol=1e-6)
+    np.testing.assert_allclose(second.coef_sd_ * units / of_y, first.coef_sd_, rtol=1e-6)
+    assert second.noise_scale_ / of_y == pytest.approx(first.noise_scale_, rel=1e-6)
+    np.testing.assert_allclose(second.predict(moved) / of_y, first.predict(x) + 3.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"groups": [0, 1, 1, 2, 3]}, {"fit_intercept": False}], ids=str)
-@pytest.mark.parametrize("form", [csr_array, csc_matrix])
+@pytest.mark.filterwarnings("ignore:Constant features")
+@pytest.mark.parametrize(
+    "options", [{}, {"groups": [0, 1, 1, 2, 3, 4]}, {"fit_intercept": False}, {"standardize": False}], ids=str
+)
+@pytest.mark.parametrize(("form", "is_wide"), [(csr_array, False), (csc_matrix, False), (csr_array, True)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_sparse_features(form, options, weighted):
-    """The posterior is that of the dense matrix, in predictions and credible sets, too."""
+def test_sparse_features(form, is_wide, options, weighted, monkeypatch):
+    """The posterior is that of the dense matrix, in predictions and credible sets, too.
+
+    Columns are centred and scaled by algebra; one is constant, and one has no zeros.
+    """
+    monkeypatch.setattr(second_order, "_DENSE", 2 if is_wide else 2000)
     rng = np.random.default_rng(0)
-    x = (rng.random((80, 5)) < 0.2) * rng.normal(1, 1, size=(80, 5))
+    x = (rng.random((80, 6)) < 0.2) * rng.normal(1, 1, size=(80, 6))
+    x[:, 4], x[:, 5] = 3.0, 2 + x[:, 5]
     y = 2 * x[:, 0] - x[:, 3] + rng.normal(size=80)
     weight = rng.integers(0, 3, 80).astype(float) if weighted else None
     dense, sparse = (SpikeSlabRegressor(random_state=0, **options).fit(a, y, weight) for a in (x, form(x)))

@@ -79,17 +79,28 @@ def test_groups_that_permute_features():
         np.testing.assert_allclose(model.pip_[groups], plain.pip_, atol=1e-12)
 
 
-@pytest.mark.parametrize("names", [names for names in NAMES if not isinstance(names[0], str)], ids=str)
-@pytest.mark.parametrize("method", ["predict", "transform", "sample_y", "predict_quantiles"])
-def test_other_columns_are_refused(names, method):
+@pytest.mark.parametrize(
+    ("kind", "names", "method"),
+    [
+        *(
+            (SpikeSlabRegressor, names, method)
+            for names in NAMES[:3] + NAMES[4:]
+            for method in ("predict", "transform", "sample_y", "predict_quantiles")
+        ),
+        *((NeuralFeatureSelector, NAMES[0], method) for method in ("predict", "transform", "score")),
+    ],
+    ids=str,
+)
+def test_other_columns_are_refused(kind, names, method):
     """By every method that takes features; what the message says works."""
     frame, y = numbers(names)
-    model = SpikeSlabRegressor(rate={names[0]: 1}, **KNOWN).fit(frame, y)
-    right = getattr(model, method)(frame)
-    moved = frame[frame.columns[::-1]]
+    network = {"n_features": 2, "max_steps": 5, "random_state": 0}
+    model = kind(**(network if kind is NeuralFeatureSelector else {"rate": {names[0]: 1}, **KNOWN})).fit(frame, y)
+    moved, more = frame[frame.columns[::-1]], (y,) if method == "score" else ()
+    right = getattr(model, method)(frame, *more)
     with pytest.raises(ValueError, match=re.escape(f"Expected the columns {names}, in this order, but got")):
-        getattr(model, method)(moved)
-    np.testing.assert_array_equal(getattr(model, method)(moved[frame.columns]), right)
+        getattr(model, method)(moved, *more)
+    np.testing.assert_array_equal(getattr(model, method)(moved[frame.columns], *more), right)
 
 
 @pytest.mark.slow
@@ -158,14 +169,3 @@ def test_features_of_dates_and_durations():
             SpikeSlabPoissonRegressor().fit(frame, y)
         units = frame.assign(d=frame["d"].astype("int64"))
         assert np.isfinite(SpikeSlabRegressor(**KNOWN).fit(units, y).coef_).all()
-
-
-@pytest.mark.parametrize("method", ["predict", "transform", "score"])
-def test_a_network_refuses_other_columns(method):
-    """As the regressions do."""
-    frame, y = numbers([3, 1, 2, 0])
-    model = NeuralFeatureSelector(n_features=2, max_steps=5, random_state=0).fit(frame, y)
-    more = (y,) if method == "score" else ()
-    getattr(model, method)(frame, *more)
-    with pytest.raises(ValueError, match=r"Expected the columns \[3, 1, 2, 0\], in this order"):
-        getattr(model, method)(frame[[0, 1, 2, 3]], *more)
