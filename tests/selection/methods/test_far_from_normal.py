@@ -7,7 +7,6 @@ from scipy import special, stats
 
 from pyro_l0.selection import SpikeSlabBinomialRegressor, SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor
 from pyro_l0.selection.methods import enumeration, sampling
-from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.problem import Prior
 from tests.selection.families import named_problem
 
@@ -135,16 +134,6 @@ def test_a_feature_that_orders_the_events(n, slab, rate):
     scale = {"always_in_scale": slab} if rate == 1 else {"slab_scale": slab}
     model = SpikeSlabCox(rate=rate, random_state=0, **scale).fit(x[:, None], time)
     check(model, x.std(), by_quadrature(log_partial, slab, rate, intercept=0.0))
-
-
-def test_exact_posterior_is_exact():
-    """Of four labels, with both gates."""
-    x, y = np.array([-2.0, -1.0, 1.0, 2.0]), np.array([0.0, 0.0, 1.0, 1.0])
-    known = {"rate": 0.5, "slab_scale": 5.0, "standardize": False, "fit_intercept": False}
-    found = exact_posterior(x[:, None], y, family="bernoulli", seed=0, **known)
-    pip, mean, *_ = by_quadrature(log_logistic(x, y, np.ones(4), np.zeros(4)), 5.0, 0.5, intercept=0.0)
-    assert found.active_probs[0] == pytest.approx(pip, abs=0.05)
-    assert found.mean[0, 0] == pytest.approx(mean, abs=MEAN * found.sd[0, 0])
 
 
 @pytest.mark.parametrize("method", ["enumerate", "tempered"])
