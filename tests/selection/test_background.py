@@ -74,40 +74,31 @@ def assert_exact(model, found, divisor=1.0, sd=1e-8):
     np.testing.assert_allclose(model.coef_sd_ * divisor, np.sqrt(square - mean**2), atol=sd)
 
 
-@pytest.mark.parametrize("standardize", [True, False])
-def test_known_scales(standardize):
+IN = {"rate": [0.3, 1.0, 0.2, 0.5, 0.3]}
+PAIR = {"rate": [0.3, 0.4], "groups": [0, 0, 1, 1, 1]}
+AR = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
+CASES = {
+    "standardised": ({"standardize": True}, {"standardize": True}),
+    "own units": ({}, {}),
+    "always in, flat": (IN, {"rates": IN["rate"]}),
+    "always in, normal": ({"always_in_scale": 0.7, **IN}, {"rates": IN["rate"], "always": 0.7}),
+    "groups": (PAIR, {"rates": PAIR["rate"], "gate_of": PAIR["groups"]}),
+    "groups, correlated noise": (PAIR, {"rates": PAIR["rate"], "gate_of": PAIR["groups"], "covariance": AR}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_known_scales(name):
+    """Features that are always in have no small effect, and coefficients that are in part draws."""
     x, y = data()
-    model = SpikeSlabRegressor(standardize=standardize, **KNOWN).fit(x, y)
-    assert_exact(model, reference(x, y, standardize=standardize), x.std(0) if standardize else 1.0)
-    assert 0.05 < model.background_[0.0] < 0.95
-
-
-@pytest.mark.parametrize("always", [None, 0.7], ids=["flat", "normal"])
-def test_features_that_are_always_in_have_no_small_effect(always):
-    x, y = data()
-    rates = [0.3, 1.0, 0.2, 0.5, 0.3]
-    model = SpikeSlabRegressor(always_in_scale=always, standardize=False, **{**KNOWN, "rate": rates}).fit(x, y)
-    found = reference(x, y, rates, always=always)
-    assert_exact(model, found, sd=0.01)  # in part by draws
-    assert model.background_coef_[1] == 0
-
-
-def test_groups_and_correlated_noise():
-    x, y = data()
-    covariance = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
-    parameters = {**KNOWN, "rate": [0.3, 0.4], "groups": [0, 0, 1, 1, 1], "standardize": False}
-    model = SpikeSlabRegressor(**parameters).fit(x, y, noise_covariance=covariance)
-    assert_exact(model, reference(x, y, [0.3, 0.4], covariance=covariance, gate_of=[0, 0, 1, 1, 1]))
-
-
-def test_the_unit_of_a_covariance_does_not_matter():
-    x, y = data()
-    covariance = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
-    models = [
-        SpikeSlabRegressor(rate=RATES, background=True, random_state=0).fit(x, y, noise_covariance=unit * covariance)
-        for unit in (1.0, 100.0)
-    ]
-    assert_same(*models, atol=1e-6)
+    options, known = CASES[name]
+    model = SpikeSlabRegressor(**{**KNOWN, "standardize": False, **options}).fit(
+        x, y, noise_covariance=known.get("covariance")
+    )
+    is_in = "always in" in name
+    assert_exact(model, reference(x, y, **known), x.std(0) if name == "standardised" else 1.0, 0.01 if is_in else 1e-8)
+    assert (model.background_coef_[1] == 0) == is_in
+    assert 0.05 < model.background_[0.0] < 0.95 or is_in or "groups" in name
 
 
 def test_categories():

@@ -177,16 +177,10 @@ def test_more_confounders_than_observations():
         SpikeSlabRegressor(**options).fit(x, y)
 
 
-def test_forms_of_rates():
-    """Dicts and series by names or positions, arrays and lists; missing ones of a dict are learned beside ones."""
+def test_rates_that_are_missing():
+    """Those of a dict are learned beside ones, or given by an expected size."""
     x, y = numbers()
     frame = pd.DataFrame(x, columns=list("abcde"))
-    named = dict(zip("abcde", RATES, strict=True))
-    rates = [RATES, np.array(RATES), named, pd.Series(named)[list("edcba")], dict(enumerate(RATES)), pd.Series(RATES)]
-    models = [SpikeSlabRegressor(rate=rate, **KNOWN).fit(frame, y) for rate in rates]
-    for model in models:
-        np.testing.assert_array_equal(model.pip_, models[0].pip_)
-        np.testing.assert_array_equal(model.rate_, RATES)
     learned = SpikeSlabRegressor(rate={"b": 1, 4: 1}, **KNOWN).fit(frame, y)
     by_size = SpikeSlabRegressor(rate={"b": 1, "e": 1}, expected_size=1.2, **KNOWN).fit(frame, y)
     given = SpikeSlabRegressor(rate=[0.4, 1, 0.4, 0.4, 1], **KNOWN).fit(frame, y)

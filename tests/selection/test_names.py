@@ -42,7 +42,9 @@ def test_rates_by_name(names):
     frame, y = numbers(names)
     right = SpikeSlabRegressor(rate=RATES, **KNOWN).fit(frame.to_numpy(), y)
     by_name = pd.Series(RATES, index=pd.Index(names, tupleize_cols=False))
-    for rate in (by_name, by_name.iloc[::-1], dict(zip(names, RATES, strict=True)), RATES.tolist()):
+    forms = [by_name, by_name.iloc[::-1], dict(zip(names, RATES, strict=True)), RATES, RATES.tolist()]
+    by_position = [dict(enumerate(RATES)), pd.Series(RATES)] if isinstance(names[0], str) else []
+    for rate in forms + by_position:
         model = SpikeSlabRegressor(rate=rate, **KNOWN).fit(frame, y)
         np.testing.assert_array_equal(model.rate_, RATES)
         np.testing.assert_allclose(model.pip_, right.pip_, atol=1e-12)
@@ -72,11 +74,12 @@ def test_groups_that_permute_features():
     """Each group is one feature: the posterior is that without groups, in their order."""
     frame, y = numbers(list("abcd"))
     plain = SpikeSlabRegressor(rate=RATES, **KNOWN).fit(frame, y)
-    for groups in ([1, 0, 3, 2], [3, 2, 1, 0], [1, 2, 3, 0]):
+    for groups in ([0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0], [1, 2, 3, 0]):
         rate = np.empty(4)
         rate[groups] = RATES
         model = SpikeSlabRegressor(rate=rate, groups=groups, **KNOWN).fit(frame, y)
         np.testing.assert_allclose(model.pip_[groups], plain.pip_, atol=1e-12)
+        np.testing.assert_allclose(model.coef_, plain.coef_, atol=1e-12)
 
 
 @pytest.mark.parametrize(

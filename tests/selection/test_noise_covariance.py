@@ -98,7 +98,7 @@ def test_independent_noise_is_none(options):
     assert model.noise_scale_ == pytest.approx(white.noise_scale_, rel=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"rate": {1: 1}}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rate": {1: 1}}, {"rate": RATES, "background": True}], ids=str)
 def test_order_and_unit_change_nothing(options):
     """The rows in another order, and a covariance in another unit, which is that of the noise scale."""
     x, y = data(AR)
@@ -109,6 +109,7 @@ def test_order_and_unit_change_nothing(options):
     larger.fit(x, y, noise_covariance=100 * AR)
     for found in (other, larger):  # a deviation is partly that of draws, of which one may move to another node
         assert_equal_fits(model, found, "pip_ coef_ log_evidence_", atol=1e-9)
+        np.testing.assert_allclose([*found.background_.values()], [*model.background_.values()], atol=1e-6)
     assert larger.noise_scale_ == pytest.approx(model.noise_scale_ / 10, rel=1e-9)
 
 
