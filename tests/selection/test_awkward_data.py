@@ -55,16 +55,6 @@ def test_a_feature_that_separates_the_classes_is_not_constant():
     assert 1 < model.coef_[0, 1] < 100
 
 
-def test_duplicate_features_share_an_effect():
-    """The same twice, either will do: they have the same probability, and one credible set."""
-    x, y = data(SpikeSlabRegressor)
-    model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, x[:, 0], axis=1), y)
-    assert model.pip_[0] == pytest.approx(model.pip_[1], abs=1e-9)
-    (pair,) = (s for s in model.credible_sets_ if 0 in s.features)
-    assert set(pair.features) == {0, 1}
-    assert pair.purity == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_one_feature(kind):
     x, y = data(kind)

@@ -113,18 +113,6 @@ def test_order_and_unit_change_nothing(options):
     assert larger.noise_scale_ == pytest.approx(model.noise_scale_ / 10, rel=1e-9)
 
 
-def test_whitened_by_hand():
-    """Generalised least squares: rows whitened outside have the same posterior, with the Jacobian beside it."""
-    x, y = data(AR)
-    root = np.linalg.cholesky(AR)
-    options = {"slab_scale": SLAB, "standardize": False, "fit_intercept": False, "random_state": 0}
-    model = SpikeSlabRegressor(**options).fit(x, y, noise_covariance=AR)
-    by_hand = SpikeSlabRegressor(**options).fit(np.linalg.solve(root, x), np.linalg.solve(root, y))
-    by_hand.log_evidence_ -= np.log(np.diag(root)).sum()
-    assert_equal_fits(model, by_hand, atol=1e-9)
-    assert model.noise_scale_ == pytest.approx(by_hand.noise_scale_, rel=1e-9)
-
-
 def test_the_unit_of_a_flat_feature_changes_nothing():
     x, y = data(AR)
     options = KNOWN | {"rate": {1: 1}}
