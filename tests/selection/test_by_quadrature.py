@@ -123,14 +123,6 @@ def test_posteriors(name, method):
         assert (np.ravel(model.sample(500)["coef"][..., 1]) != 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "offset" in name and "trials" not in name])
-def test_an_offset_counts(name):
-    """A constant one is none: the intercept's, or what a partial likelihood does not see."""
-    case, (pips, *_) = CASES[name], expected(name)
-    without = case.fit("enumerate", {"offset": np.ones(len(case.x))})
-    assert np.abs(without.pip_ - pips).max() > (0.05 if case.kind is SpikeSlabCox else 0.1)
-
-
 @pytest.mark.parametrize("name", ["logistic, always in", "poisson, always in", "logistic, offset", "poisson, offset"])
 @torch.no_grad()
 def test_exact_chains(name, monkeypatch):

@@ -1,5 +1,6 @@
 """From data to a problem and back: contrasts, units, draws, and what is refused."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
+from pyro_l0.maths import second_order
 from pyro_l0.selection.design import design
 from pyro_l0.selection.design.design import default_rate
 from pyro_l0.selection.design.draft import Step
@@ -29,6 +31,27 @@ def found_with(beta, intercept, outputs=1):
     moments = np.ones((beta.shape[1] // outputs, outputs))
     half, none = np.full(len(moments), 0.5), np.zeros(len(moments))
     return SelectionPosterior(half, moments, 2 * moments, intercept.mean(0), -3.0, draws, none)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("most", [2, 2000])
+def test_products_of_sparse_features(monkeypatch, most, weighted):
+    """Those of columns that are centred and scaled, all at once, or of a wide design when they are needed."""
+    monkeypatch.setattr(second_order, "_DENSE", most)
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(40, 6)) * (rng.random((40, 6)) < 0.3)
+    y, weight = x[:, 0] + rng.normal(size=40), rng.integers(1, 4, 40) if weighted else np.ones(40)
+    found = design_of(csr_array(x), y, weight=weight.astype(float)).problem.quadratic
+    columns, target = (part - np.average(part, axis=0, weights=weight) for part in (x, y))
+    columns = torch.from_numpy(columns / np.sqrt(np.average(columns**2, axis=0, weights=weight)))
+    target, weight = torch.from_numpy(target), torch.from_numpy(weight).double()
+    matrix, index = columns.T @ (weight[:, None] * columns), torch.arange(6)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
+    close(found.linear, columns.T @ (weight * target))
+    close(found.diagonal, matrix.diagonal())
+    close(found.rows(index[None])[0], matrix)
+    for few in (index[1:4], index[:0]):  # as a gate vector has with three open gates, or with none
+        close(found.blocks(few[None])[0], matrix[few][:, few])
 
 
 def test_without_intercept_features_are_not_centred():

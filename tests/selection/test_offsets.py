@@ -161,16 +161,6 @@ def test_trials_in_scores():
     np.testing.assert_array_equal(missing.pip_, given.pip_)
 
 
-@pytest.mark.parametrize("kind", [SpikeSlabRegressor, *NOT_NORMAL])
-def test_wrong_offsets(kind):
-    """At the fit and at predictions."""
-    x, y, _ = offset_data(kind)
-    model = kind(random_state=0, **KNOWN)
-    for call in (model.fit(x, y).predict, lambda x, offset: kind().fit(x, y, offset=offset)):
-        with pytest.raises(ValueError, match=r"Expected an offset of shape \(40,\), .* but got \(39,\)"):
-            call(x, offset=np.ones(39))
-
-
 @pytest.mark.parametrize(
     ("kind", "metric"),
     [(SpikeSlabRegressor, r2_score), (SpikeSlabPoissonRegressor, r2_score), (SpikeSlabClassifier, accuracy_score)],

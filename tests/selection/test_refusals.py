@@ -26,7 +26,7 @@ from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
 from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
 from pyro_l0.selection.problem import Prior
 from tests.selection.families import design_of, named_problem
-from tests.selection.fitted import EVERY, SAMPLED, data, fitted
+from tests.selection.fitted import ESTIMATORS, EVERY, SAMPLED, data, fitted
 from tests.selection.strangers import GammaResponse
 from tests.selection.test_summary_statistics import CROSSED, SQUARE, SQUARE_Y, N, R
 
@@ -34,6 +34,7 @@ X = np.random.default_rng(0).normal(size=(40, 5))
 Y = X[:, 0] + X[:, 2]
 RATES = [0.3, 1.0, 0.7, 0.1, 1.0]
 GROUPS = [0, 1, 2, 2, 1]
+OFFSET = [*ESTIMATORS, SpikeSlabBinomialRegressor]
 COX = data(SpikeSlabCox)
 HOLE = np.where(np.arange(5) == 3, np.nan, X)
 
@@ -152,6 +153,8 @@ REFUSED = [
     (lambda: SpikeSlabCox().fit(*COX, np.full(80, 0.5)), "whole weights to repeat rows by, but some are fractions"),
     (lambda: regression(weight=np.full(40, 1.5)).to_arviz(), "Expected whole weights"),
     (lambda: regression(offset=np.ones(39)), "an offset of shape (40,), one for each linear predictor"),
+    *((lambda kind=kind: kind().fit(*data(kind), offset=np.ones(79)), "(80,), ... but got (79,)") for kind in OFFSET),
+    *((lambda kind=kind: fitted(kind).predict(np.ones((3, 4)), offset=np.ones(2)), "got (2,)") for kind in OFFSET),
     (lambda: regression(offset=1.0), "but got (); a constant is in the intercept"),
     (lambda: regression(offset=np.full(40, np.nan)), "Input offset contains NaN"),
     (lambda: trials([0, 1, 3], [2, 2, 2]), "but row 2 has 3 of 2; y are successes, not failures or"),
