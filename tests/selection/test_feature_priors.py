@@ -81,17 +81,6 @@ def test_sparse_features_and_weights(scale, options):
     np.testing.assert_allclose(sparse.predict(csr_array(x)), dense.predict(x), rtol=1e-7)
 
 
-@pytest.mark.slow
-def test_a_wide_sparse_design(monkeypatch):
-    """Whose products are taken when they are needed, in parts."""
-    monkeypatch.setattr("pyro_l0.maths.second_order._DENSE", 3)
-    x, y = numbers(60)
-    options = {"rate": RATES, "method": "tempered", **KNOWN}
-    dense, sparse = (SpikeSlabRegressor(**options).fit(a, y) for a in (x, csr_array(x)))
-    np.testing.assert_allclose(sparse.pip_, reference(x, y, RATES, None).pips, atol=0.02)
-    np.testing.assert_allclose(sparse.coef_, dense.coef_, atol=0.01)
-
-
 def test_a_category_that_is_always_in():
     """Its effects sum to zero, as they are the smallest; differences are those of least squares on dummies."""
     rng = np.random.default_rng(2)

@@ -11,7 +11,6 @@ from sklearn.base import clone
 from sklearn.datasets import load_wine
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from pyro_l0 import HardConcrete
@@ -253,19 +252,6 @@ def test_two_classes_take_one_logit_or_two():
 
 
 # Conventions
-
-
-@parametrize_with_checks([NeuralFeatureSelector(task="classification", **FAST)])
-def test_scikit_learn_conventions(estimator, check):
-    check(estimator)
-
-
-@pytest.mark.slow
-@parametrize_with_checks([NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression")])
-def test_scikit_learn_conventions_of_other_tasks(estimator, check):
-    if check.func.__name__ == "check_regressors_train":  # asks for a good fit
-        estimator.set_params(max_steps=100)
-    check(estimator)
 
 
 def test_a_seed_gives_the_same_fit_and_nothing_else_changes():

@@ -143,17 +143,6 @@ def test_draws_given_the_scales():
     assert stats.kstest(white.flatten().numpy(), "norm").pvalue > 1e-3
 
 
-def test_a_wide_problem():
-    """More features than X'X is formed for: the blocks of the open ones alone are."""
-    x, y = regression(20, 1200, 8)
-    z = torch.zeros(3, 1200, dtype=torch.bool)
-    z[1, :2] = z[2, 5:9] = True
-    known = {"rate": 0.01, "slab_scale": 0.5, "noise_scale": 1.0}
-    narrow = GaussianEvidence(problem_of(x[:, :10], y, **known)).log_marginal(z[:, :10])
-    wide = GaussianEvidence(problem_of(x, y, **known)).log_marginal(z)
-    torch.testing.assert_close(wide - narrow, torch.full_like(wide, 1190 * math.log(0.99)), rtol=0, atol=1e-9)
-
-
 def test_difficult_data():
     """Copies share their evidence, a feature of zeros follows the prior, and noise that vanishes ends at its bound."""
     x, y = regression(50, 4, 10)
