@@ -98,3 +98,13 @@ def test_progress(kind, method, verbose, capsys, monkeypatch):
     assert any("gate vectors" in line for line in lines) == verbose
     assert any("flips" in line for line in lines) == (verbose and method == "tempered")
     assert all("100%" in line for line in lines)
+
+
+def test_methods_find_the_same_posterior():
+    x, y = data()
+    scales = {"rate": 0.2, "slab_scale": 0.5, "noise_scale": 1.0}
+    exact, sampled = (SpikeSlabRegressor(method=m, random_state=1, **scales).fit(x, y) for m in sorted(METHODS))
+    assert (exact.method_, sampled.method_) == ("enumerate", "tempered")
+    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.03)
+    np.testing.assert_allclose(sampled.coef_, exact.coef_, atol=0.02)
+    assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.05)
