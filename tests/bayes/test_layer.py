@@ -126,33 +126,34 @@ def test_evaluation_is_the_median_model():
     torch.testing.assert_close(plain_network(net)(x), net(x))
 
 
+def layers(**options):
+    return bayesian(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), **options)
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    return net
+
+
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("call", "words"),
     [
-        ({"gates": "units"}, "'weight', 'unit' or None"),
-        ({"layers": ["1"]}, r"\['0', '2'\]"),
-        ({"prior": SpikeSlabPrior(0.0)}, "prior.active_prob"),
-        ({"prior": SpikeSlabPrior(0.1, -1.0)}, "positive scales"),
-        ({"init_active_prob": 1.0}, "init_active_prob"),
-        ({"init_scale": 0.0}, "positive scales"),
+        (lambda: layers(gates="units"), "'weight', 'unit' or None"),
+        (lambda: layers(layers=["1"]), r"\['0', '2'\]"),
+        (lambda: layers(prior=SpikeSlabPrior(0.0)), "prior.active_prob"),
+        (lambda: layers(prior=SpikeSlabPrior(0.1, -1.0)), "positive scales"),
+        (lambda: layers(init_active_prob=1.0), "init_active_prob"),
+        (lambda: layers(init_scale=0.0), "positive scales"),
+        (lambda: bayesian(tied()), "untie"),
+        (lambda: bayesian(insert_gates(nn.Sequential(nn.Linear(2, 2)), {"0": L0Gate(2)})), "without hooks"),
+        (lambda: bayesian(nn.TransformerEncoderLayer(4, 2, 8)), "MultiheadAttention"),
+        (lambda: kl(nn.Linear(2, 2)), "has none"),
     ],
 )
-def test_wrong_arguments_are_named(options, match):
-    with pytest.raises(ValueError, match=match):
-        bayesian(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), **options)
-
-
-def test_tied_and_hooked_layers_are_refused():
-    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="untie"):
-        bayesian(tied)
-    with pytest.raises(ValueError, match="without hooks"):
-        bayesian(insert_gates(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {"0": L0Gate(2)}))
-    with pytest.raises(ValueError, match="MultiheadAttention"):
-        bayesian(nn.TransformerEncoderLayer(4, 2, 8))
-    with pytest.raises(ValueError, match="has none"):
-        kl(nn.Linear(2, 2))
+def test_refusals(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_closed_gates_on_units_compact_a_bayesian_network():

@@ -1,5 +1,6 @@
 """Collapsed odds and evidence of gates against the normal distribution of the outcome."""
 
+import itertools
 import math
 
 import pytest
@@ -18,28 +19,55 @@ REGRESSIONS = {
     "more features than rows": Regression.drawn(3, 6, 4),
     "one feature": Regression.drawn(10, 1, 5),
 }
+FORMS = ["dense", "wide"]
 SCALES = torch.tensor([0.5, 2.0, 0.1, 1.0, 0.7, 3.0], dtype=torch.float64)
+FACTOR = torch.linspace(0.2, 3, 64, dtype=torch.float64)
 GROUPS = torch.tensor([1, 0, 1, 3, 1, 0])  # no element for gate 2
+GATES = {
+    "features": None,
+    "by number": torch.arange(6),
+    "groups": GROUPS,
+    # One, two or three gates, and an element that is always there.
+    "products": torch.tensor([[0, -1, -1], [0, 1, -1], [0, 1, 3], [-1, -1, -1], [2, 3, -1], [3, 2, -1]]),
+}
+
+
+def opened(z, gate_of):
+    """Elements whose gates are all open."""
+    if gate_of is None:
+        return z
+    return torch.nn.functional.pad(z, (0, 1), value=1)[:, gate_of].view(len(z), len(gate_of), -1).prod(-1)
 
 
 def close(x, y):
     torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("form", ["dense", "wide"])
-@pytest.mark.parametrize("name", REGRESSIONS)
-def test_evidence_and_odds_of_all_vectors(name, form):
+SEVERAL = itertools.product(["correlated", "copies", "more features than rows"], FORMS, ["groups", "products"])
+OF_CHAINS = [SCALES, SCALES[:, None].repeat(11, 1)[:64], SCALES.repeat(64, 1) * 0.9]  # by element, by chain, and both
+CASES = [
+    *((*case, "features", 0.5, None) for case in itertools.product(REGRESSIONS, FORMS)),
+    *((*case, SCALES, None) for case in SEVERAL),
+    *(("correlated", "dense", gates, scale, FACTOR) for gates in ("features", "by number") for scale in OF_CHAINS),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "gates", "scale", "factor"), CASES)
+def test_evidence_and_odds_of_all_vectors(name, form, gates, scale, factor):
     """From none open to all of them, which may be more than there are rows."""
-    regression = REGRESSIONS[name]
-    z = vectors(regression.x.shape[1])
-    collapsed = CollapsedQuadratic(getattr(regression, form)(), 0.5)
-    evidence = regression.log_evidence(z, 0.5)
-    close(collapsed.log_evidence(z), evidence)
-    assert collapsed.log_evidence(z)[0] == 0
-    odds = regression.log_evidence(with_each(z, 1.0), 0.5) - regression.log_evidence(with_each(z, 0.0), 0.5)
-    close(collapsed.conditionals(z)[0].flatten(), odds)
-    rate = prior(0.2)
-    close(collapsed.gibbs_logits(z, rate.logits(z)).flatten(), odds + math.log(0.25))
+    regression, gate_of, rate = REGRESSIONS[name], GATES[gates], prior(0.2)
+    z = vectors(regression.x.shape[1] if gate_of is None else int(gate_of.max()) + 1)
+    collapsed = CollapsedQuadratic(getattr(regression, form)(), scale, factor=factor, gate_of=gate_of)
+    assert (collapsed.gates, collapsed.chains) == (z.shape[1], None if factor is None else len(z))
+    evidence, odds = collapsed.log_evidence(z), collapsed.conditionals(z)[0]
+    close(evidence, regression.log_evidence(opened(z, gate_of), scale, factor))
+    each = torch.arange(len(z)).repeat_interleave(z.shape[1])
+    known = [part[each] if torch.is_tensor(part) and len(part) == len(z) else part for part in (scale, factor)]
+    both = [regression.log_evidence(opened(with_each(z, v), gate_of), *known) for v in (1.0, 0.0)]
+    close(odds.flatten(), both[0] - both[1])
+    close(collapsed.gibbs_logits(z, rate.logits(z)), odds + math.log(0.25))
+    assert evidence[0] == 0 or gates == "products"
+    assert gates != "groups" or (odds[:, 2] == 0).all()  # the data say nothing about a gate of no element
 
 
 def in_parts(monkeypatch, regression, width):
@@ -66,64 +94,18 @@ def test_parts_of_a_design(monkeypatch):
             assert sorted(found.gates[row][found.valid[row]].tolist()) == sorted(expected)
 
 
-@pytest.mark.parametrize("gate_of", [None, torch.arange(6)])
-@pytest.mark.parametrize("scale", [SCALES, SCALES[:, None].repeat(11, 1)[:64], SCALES.repeat(64, 1) * 0.9], ids=len)
-def test_scales_and_factors_of_chains(scale, gate_of):
-    """By element, by chain, and both, with the noise of every chain."""
-    regression, z = REGRESSIONS["correlated"], vectors(6)
-    factor = torch.linspace(0.2, 3, 64, dtype=torch.float64)
-    collapsed = CollapsedQuadratic(regression.dense(), scale, factor=factor, gate_of=gate_of)
-    assert collapsed.chains == 64
-    close(collapsed.log_evidence(z), regression.log_evidence(z, scale, factor))
-    chain = torch.arange(64).repeat_interleave(6)
-    scales = scale.expand(64, 6)[chain]
-    both = [regression.log_evidence(with_each(z, v), scales, factor[chain]) for v in (1.0, 0.0)]
-    close(collapsed.conditionals(z)[0].flatten(), both[0] - both[1])
-
-
-@pytest.mark.parametrize("form", ["dense", "wide"])
-@pytest.mark.parametrize("name", ["correlated", "copies", "more features than rows"])
-def test_gates_of_groups(name, form):
-    """Of three, two and one elements, and a gate of none, which the data say nothing about."""
-    regression, z = REGRESSIONS[name], vectors(4)
-    collapsed = CollapsedQuadratic(getattr(regression, form)(), SCALES, gate_of=GROUPS)
-    assert collapsed.gates == 4
-    close(collapsed.log_evidence(z), regression.log_evidence(z[:, GROUPS], SCALES))
-    both = [regression.log_evidence(with_each(z, v)[:, GROUPS], SCALES) for v in (1.0, 0.0)]
-    odds = collapsed.conditionals(z)[0]
-    close(odds.flatten(), both[0] - both[1])
-    assert (odds[:, 2] == 0).all()
-
-
-@pytest.mark.parametrize("form", ["dense", "wide"])
-@pytest.mark.parametrize("name", ["correlated", "copies", "more features than rows"])
-def test_products_of_gates(name, form):
-    """Elements that need one, two or three gates, and one that is always there."""
-    regression, z = REGRESSIONS[name], vectors(4)
-    gate_of = torch.tensor([[0, -1, -1], [0, 1, -1], [0, 1, 3], [-1, -1, -1], [2, 3, -1], [3, 2, -1]])
-
-    def on(z):
-        return torch.nn.functional.pad(z, (0, 1), value=1)[:, gate_of].prod(-1)
-
-    collapsed = CollapsedQuadratic(getattr(regression, form)(), SCALES, gate_of=gate_of)
-    close(collapsed.log_evidence(z), regression.log_evidence(on(z), SCALES))
-    both = [regression.log_evidence(on(with_each(z, v)), SCALES) for v in (1.0, 0.0)]
-    close(collapsed.conditionals(z)[0].flatten(), both[0] - both[1])
-
-
 def test_batches_of_bounded_room(monkeypatch):
     """One chain at a time, with room for two rows of the design, gives the same."""
     regression, z = REGRESSIONS["correlated"], vectors(6)
-    factor = torch.linspace(0.2, 3, 64, dtype=torch.float64)
-    whole = CollapsedQuadratic(regression.dense(), SCALES, factor=factor, gate_of=GROUPS.clamp(max=2))
-    expected = CollapsedQuadratic(regression.dense(), SCALES, factor=factor).conditionals(z)[0]
+    whole = CollapsedQuadratic(regression.dense(), SCALES, factor=FACTOR, gate_of=GROUPS.clamp(max=2))
+    expected = CollapsedQuadratic(regression.dense(), SCALES, factor=FACTOR).conditionals(z)[0]
     monkeypatch.setattr(pyro_l0.maths.collapsed, "BATCH", 1)
     monkeypatch.setattr(pyro_l0.maths.second_order, "BATCH", 1)
     monkeypatch.setattr(pyro_l0.maths.second_order, "STORED", 2 * 6)
-    narrow = CollapsedQuadratic(regression.wide(), SCALES, factor=factor)
+    narrow = CollapsedQuadratic(regression.wide(), SCALES, factor=FACTOR)
     close(narrow.conditionals(z)[0], expected)
     close(narrow.conditionals(z.flip(0)[torch.arange(63, -1, -1)])[0], expected)
-    groups = CollapsedQuadratic(regression.wide(), SCALES, factor=factor, gate_of=GROUPS.clamp(max=2))
+    groups = CollapsedQuadratic(regression.wide(), SCALES, factor=FACTOR, gate_of=GROUPS.clamp(max=2))
     some = z[torch.arange(64) % 8, 3:]
     close(groups.conditionals(some)[0], whole.conditionals(some)[0])
 
@@ -134,9 +116,9 @@ def test_a_design_forgets_rows_when_there_is_no_room(monkeypatch):
     regression = REGRESSIONS["correlated"]
     wide, dense = regression.wide(), regression.dense()
     close(wide.diagonal, dense.diagonal)
-    for index in ([[0, 1]], [[1, 2], [2, 2]], [[3, 4]], [[0, 1], [2, 3]], [[4, 4]], [[3, 0]]):
-        close(wide.rows(torch.tensor(index)), dense.rows(torch.tensor(index)))
-        close(wide.blocks(torch.tensor(index)), dense.blocks(torch.tensor(index)))
+    for index in map(torch.tensor, ([[0, 1]], [[1, 2], [2, 2]], [[3, 4]], [[0, 1], [2, 3]], [[4, 4]], [[3, 0]])):
+        close(wide.rows(index), dense.rows(index))
+        close(wide.blocks(index), dense.blocks(index))
 
 
 @pytest.mark.parametrize("gate_of", [None, GROUPS])

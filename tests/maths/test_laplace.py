@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.integrate import dblquad
 from torch.autograd.functional import hessian, jacobian
 
 from pyro_l0.maths.collapsed import CollapsedQuadratic
@@ -80,18 +79,6 @@ def test_at_the_mode(name):
         precision = -hessian(lambda w, on=z[i]: log_joint(w, on), here.mode[i])
         expected = log_joint(here.mode[i], z[i]) - 0.5 * torch.logdet(precision * scale**2)
         assert here.log_evidence[i].item() == pytest.approx(expected.item(), abs=1e-6)
-
-
-def test_close_to_the_integral():
-    """Of two logistic coefficients, by quadrature."""
-    z = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-
-    def density(v, u):
-        beta = torch.tensor([[u, 0.0, v, 0.0, 0.0, 0.0]], dtype=torch.float64)
-        return math.exp(logistic(beta).item() + 25 - 0.5 * (u * u + v * v)) / (2 * math.pi)
-
-    integral, _ = dblquad(density, -2, 5, -5, 2, epsabs=1e-4, epsrel=1e-4)
-    assert laplace(logistic, z, 1.0).log_evidence.item() == pytest.approx(math.log(integral) - 25, abs=0.05)
 
 
 def reference(log_likelihood, gates, gate_of=None):

@@ -89,10 +89,7 @@ def test_credible_sets_over_correlations():
     ("draw", "message"),
     [
         (lambda: plot_gates([1.5], name="z"), r"in \[0, 1\], but z has"),
-        (
-            lambda: plot_inclusion([0.5], [0.0, 1.0], [1.0]),
-            r"lower of the shape of active_probs, .*got \(2,\)",
-        ),
+        (lambda: plot_inclusion([0.5], [0.0, 1.0], [1.0]), r"lower of the shape of active_probs, .*got \(2,\)"),
         (lambda: plot_inclusion([1.5], [0.0], [1.0]), r"active_probs in \[0, 1\]"),
         (lambda: plot_credible_sets([[0, 4]], CORRELATION), "from 0 to 3"),
         (

@@ -1,8 +1,12 @@
 """Data that tell of two features, and estimators fitted to them."""
 
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
+import pyro
+import torch
+from scipy import stats
 from scipy.special import expit, softmax
 
 from pyro_l0.selection import (
@@ -59,3 +63,41 @@ def three_classes(n=150):
 def fitted(kind):
     """An estimator with a seed on its data; the tests share it and leave it as it is."""
     return kind(random_state=0).fit(*data(kind))
+
+
+def assert_equal_fits(one, other, names="pip_ coef_ coef_sd_ intercept_ slab_scale_ log_evidence_", **tolerance):
+    """To the bit where no tolerance is given."""
+    for name in names.split():
+        found, wanted = getattr(other, name), getattr(one, name)
+        np.testing.assert_allclose(found, wanted, err_msg=name, **(tolerance or {"rtol": 0}))
+
+
+@contextmanager
+def nothing_else_changes():
+    """The global generators and Pyro's parameters stay as they were."""
+    pyro.param("mine", torch.tensor(3.0))
+    np.random.seed(5)  # noqa: NPY002 - the global state is what the tests are about
+    torch.manual_seed(5)
+    before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
+    yield
+    assert (np.random.get_state()[1] == before[0]).all()  # noqa: NPY002
+    assert (torch.get_rng_state() == before[1]).all()
+    assert dict(pyro.get_param_store().items()) == {"mine": torch.tensor(3.0)}
+
+
+def log_density(kind, y, eta, draws):
+    """Of observations at linear predictors of shape ``(S, n)``, by scipy."""
+    noise = draws.get("noise_scale", np.ones(1))[:, None]
+    if kind in (SpikeSlabRegressor, SpikeSlabMultiTaskRegressor):
+        return stats.norm.logpdf(y, eta, noise)
+    if kind in (SpikeSlabClassifier, SpikeSlabBinomialRegressor):
+        return stats.bernoulli.logpmf(y, expit(eta))
+    if kind is SpikeSlabNegativeBinomial:
+        size = 1 / draws["dispersion"][:, None]
+        return stats.nbinom.logpmf(y, size, size / (size + np.exp(eta)))
+    if kind is SpikeSlabOrdinal:
+        below = expit(draws["thresholds"][:, None] - eta[:, :, None])
+        return np.log(np.diff(below, axis=2, prepend=0.0, append=1.0)[:, np.arange(len(y)), y])
+    if kind is SpikeSlabRobust:
+        return stats.t.logpdf(y, draws["degrees_of_freedom"][:, None], eta, noise)
+    return stats.poisson.logpmf(y, np.exp(eta))

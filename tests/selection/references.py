@@ -58,6 +58,29 @@ def by_densities(x, y, covariance, rates, always=None, *, noise, slab, intercept
     return Known(probs @ z, mean[:-1], sd[:-1], mean[-1], sd[-1], special.logsumexp(log))
 
 
+def unknown_scales(x, y, covariance, rates, noise_unit, slab_unit):
+    """All vectors of gates, and log p(y, z) of each: normal observations, by a grid of both scales."""
+    rates, (noise, log_noise), (slab, log_slab) = np.array(rates), *map(log_grid, (-7, -9), (4, 2))
+    rest = linalg.null_space(np.hstack([np.ones((len(y), 1)), x[:, rates == 1]]).T)
+    root = linalg.cholesky(rest.T @ covariance @ rest, lower=True)
+    columns, target = (linalg.solve_triangular(root, rest.T @ part, lower=True) for part in (x, y))
+    of_scales = (stats.halfcauchy.logpdf(noise) + log_noise)[:, None] + stats.halfnorm.logpdf(slab) + log_slab
+    gates = [z for z in itertools.product([0, 1], repeat=len(rates)) if log_prior(z, rates) is not None]
+    logs = []
+    for z in gates:
+        values, vectors = np.linalg.eigh((columns * (z * (rates < 1))) @ columns.T)
+        variance = (noise[:, None, None] * noise_unit) ** 2 + (slab[:, None] * slab_unit) ** 2 * values.clip(min=0)
+        density = stats.norm.logpdf(vectors.T @ target, scale=np.sqrt(variance)).sum(2)
+        logs.append(special.logsumexp(density + of_scales) + log_prior(z, rates) - np.log(root.diagonal()).sum())
+    return np.array(gates), np.array(logs)
+
+
+def log_grid(low, high, nodes=100):
+    """Numbers, and their logarithms with that of a step."""
+    logs = np.linspace(low, high, nodes)
+    return np.exp(logs), logs + np.log(logs[1] - logs[0])
+
+
 def by_quadrature(log_likelihood, x, rates, scales, *, offset=0.0, intercept=10.0, most=4.0, nodes=49):
     """P(z = 1), means of coefficients, and the log evidence, by a grid for each of them and the intercept.
 

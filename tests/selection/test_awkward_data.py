@@ -9,13 +9,7 @@ import pytest
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
-from pyro_l0.selection import (
-    SpikeSlabClassifier,
-    SpikeSlabCox,
-    SpikeSlabOrdinal,
-    SpikeSlabRegressor,
-    SpikeSlabRobust,
-)
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabCox, SpikeSlabOrdinal, SpikeSlabRegressor, SpikeSlabRobust
 from pyro_l0.selection.families import Student
 from tests.selection.families import design_of
 from tests.selection.fitted import ESTIMATORS, EVERY, data, fitted
@@ -61,16 +55,6 @@ def test_a_feature_that_separates_the_classes_is_not_constant():
     assert 1 < model.coef_[0, 1] < 100
 
 
-def test_duplicate_features_share_an_effect():
-    """The same twice, either will do: they have the same probability, and one credible set."""
-    x, y = data(SpikeSlabRegressor)
-    model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, x[:, 0], axis=1), y)
-    assert model.pip_[0] == pytest.approx(model.pip_[1], abs=1e-9)
-    (pair,) = (s for s in model.credible_sets_ if 0 in s.features)
-    assert set(pair.features) == {0, 1}
-    assert pair.purity == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_one_feature(kind):
     x, y = data(kind)
@@ -88,19 +72,6 @@ def test_more_features_than_observations():
     model = SpikeSlabRegressor(expected_size=2, random_state=0).fit(x, y)
     assert model.pip_.argsort()[-2:].tolist() in ([3, 8], [8, 3])
     assert model.rate_ == 2 / 15
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-@pytest.mark.parametrize("where", ["X", "y"])
-def test_nan_is_refused(kind, where):
-    x, y = data(kind)
-    if where == "X":
-        x[3, 1] = np.nan
-    else:
-        y = y.astype(object)
-        y[3] = np.nan
-    with pytest.raises(ValueError, match=r"NaN|contains nan|mix of label input types|unknown label"):
-        kind().fit(x, y)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

@@ -3,11 +3,11 @@
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import special, stats
+from scipy import special
 from scipy.sparse import csr_array
 
 from pyro_l0.selection import SpikeSlabRegressor
-from tests.selection.references import by_densities
+from tests.selection.references import by_densities, unknown_scales
 
 N, NOISE, SLAB = 30, 0.7, 0.6
 RATES = [0.3, 0.4, 0.2, 0.5, 0.3]
@@ -52,6 +52,11 @@ def reference(x, y, rates=RATES, *, standardize=False, covariance=None, always=N
     return known, special.softmax(log), special.logsumexp(log)
 
 
+def assert_same(one, other, atol):
+    np.testing.assert_allclose([*one.background_.values()], [*other.background_.values()], atol=atol)
+    np.testing.assert_allclose(one.pip_, other.pip_, atol=atol)
+
+
 def assert_exact_pips(model, found):
     known, probs, log_evidence = found
     assert [*model.background_] == RATIOS
@@ -69,41 +74,31 @@ def assert_exact(model, found, divisor=1.0, sd=1e-8):
     np.testing.assert_allclose(model.coef_sd_ * divisor, np.sqrt(square - mean**2), atol=sd)
 
 
-@pytest.mark.parametrize("standardize", [True, False])
-def test_known_scales(standardize):
+IN = {"rate": [0.3, 1.0, 0.2, 0.5, 0.3]}
+PAIR = {"rate": [0.3, 0.4], "groups": [0, 0, 1, 1, 1]}
+AR = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
+CASES = {
+    "standardised": ({"standardize": True}, {"standardize": True}),
+    "own units": ({}, {}),
+    "always in, flat": (IN, {"rates": IN["rate"]}),
+    "always in, normal": ({"always_in_scale": 0.7, **IN}, {"rates": IN["rate"], "always": 0.7}),
+    "groups": (PAIR, {"rates": PAIR["rate"], "gate_of": PAIR["groups"]}),
+    "groups, correlated noise": (PAIR, {"rates": PAIR["rate"], "gate_of": PAIR["groups"], "covariance": AR}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_known_scales(name):
+    """Features that are always in have no small effect, and coefficients that are in part draws."""
     x, y = data()
-    model = SpikeSlabRegressor(standardize=standardize, **KNOWN).fit(x, y)
-    assert_exact(model, reference(x, y, standardize=standardize), x.std(0) if standardize else 1.0)
-    assert 0.05 < model.background_[0.0] < 0.95
-
-
-@pytest.mark.parametrize("always", [None, 0.7], ids=["flat", "normal"])
-def test_features_that_are_always_in_have_no_small_effect(always):
-    x, y = data()
-    rates = [0.3, 1.0, 0.2, 0.5, 0.3]
-    model = SpikeSlabRegressor(always_in_scale=always, standardize=False, **{**KNOWN, "rate": rates}).fit(x, y)
-    found = reference(x, y, rates, always=always)
-    assert_exact(model, found, sd=0.01)  # in part by draws
-    assert model.background_coef_[1] == 0
-
-
-def test_groups_and_correlated_noise():
-    x, y = data()
-    covariance = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
-    parameters = {**KNOWN, "rate": [0.3, 0.4], "groups": [0, 0, 1, 1, 1], "standardize": False}
-    model = SpikeSlabRegressor(**parameters).fit(x, y, noise_covariance=covariance)
-    assert_exact(model, reference(x, y, [0.3, 0.4], covariance=covariance, gate_of=[0, 0, 1, 1, 1]))
-
-
-def test_the_unit_of_a_covariance_does_not_matter():
-    x, y = data()
-    covariance = 0.8 ** np.abs(np.subtract.outer(range(N), range(N)))
-    models = [
-        SpikeSlabRegressor(rate=RATES, background=True, random_state=0).fit(x, y, noise_covariance=unit * covariance)
-        for unit in (1.0, 100.0)
-    ]
-    np.testing.assert_allclose(*[[*model.background_.values()] for model in models], atol=1e-6)
-    np.testing.assert_allclose(*[model.pip_ for model in models], atol=1e-6)
+    options, known = CASES[name]
+    model = SpikeSlabRegressor(**{**KNOWN, "standardize": False, **options}).fit(
+        x, y, noise_covariance=known.get("covariance")
+    )
+    is_in = "always in" in name
+    assert_exact(model, reference(x, y, **known), x.std(0) if name == "standardised" else 1.0, 0.01 if is_in else 1e-8)
+    assert (model.background_coef_[1] == 0) == is_in
+    assert 0.05 < model.background_[0.0] < 0.95 or is_in or "groups" in name
 
 
 def test_categories():
@@ -118,38 +113,19 @@ def test_categories():
     assert_exact_pips(model, reference(columns, y, [0.3, 0.3], gate_of=[0, 1, 1, 1]))
     pair = [pd.Categorical(two), two.astype(float)]
     models = [SpikeSlabRegressor(**parameters).fit(pd.DataFrame({"x": number, "c": c}), y) for c in pair]
-    np.testing.assert_allclose(*[model.pip_ for model in models], atol=1e-8)
-    np.testing.assert_allclose(*[[*model.background_.values()] for model in models], atol=1e-8)
+    assert_same(*models, atol=1e-8)
 
 
 def test_unknown_scales():
-    """By densities on a grid of both logarithms."""
     x, y = data(n=20)
     x = x[:, :2]
     model = SpikeSlabRegressor(rate=0.3, background=True, random_state=0).fit(x, y)
-    z, unit = (x - x.mean(0)) / x.std(0), y.std()
-    rest = np.linalg.qr(np.c_[np.ones(20), np.eye(20)[:, 1:]])[0][:, 1:]  # orthogonal to the intercept
-    noise, slab = (np.exp(np.linspace(low, high, 60)) * unit for low, high in ((-3.0, 2.0), (-8.0, 1.6)))
-    of_noise = np.log(2 / np.pi) - np.logaddexp(np.log(noise / unit), -np.log(noise / unit))
-    of_slab = stats.halfnorm.logpdf(slab, scale=unit) + np.log(slab)
-    log = np.zeros((6, 4, 60, 60))
-    for k, ratio in enumerate(RATIOS):
-        background = rest.T @ (np.eye(20) + ratio * z @ z.T / 2) @ rest
-        for g in range(4):
-            on = z[:, [j for j in range(2) if g >> j & 1]]
-            for i, a in enumerate(noise):
-                values, vectors = np.linalg.eigh(background)
-                root = vectors / np.sqrt(values)  # whitened, then one decomposition for all slabs
-                along = rest.T @ on
-                each, basis = np.linalg.eigh(root.T @ along @ along.T @ root)
-                turned = (basis.T @ root.T @ rest.T @ y) ** 2
-                variance = a**2 + np.multiply.outer(slab**2, each.clip(min=0))
-                density = -0.5 * (np.log(2 * np.pi * variance) + turned / variance).sum(1)
-                log[k, g, i] = density - 0.5 * np.log(values).sum() + of_noise[i] + of_slab
-            log[k, g] += bin(g).count("1") * np.log(0.3) + (2 - bin(g).count("1")) * np.log(0.7) + np.log(PRIOR[k])
-    probs = special.softmax(log.reshape(6, 4, -1), axis=None).sum(2)
+    z = (x - x.mean(0)) / x.std(0)
+    spreads = [np.eye(20) + ratio * z @ z.T / 2 for ratio in RATIOS]
+    gates, log = zip(*(unknown_scales(z, y, spread, [0.3, 0.3], y.std(), y.std()) for spread in spreads), strict=True)
+    probs = special.softmax(np.array(log) + np.log(PRIOR)[:, None])
     np.testing.assert_allclose([*model.background_.values()], probs.sum(1), atol=1e-3)
-    np.testing.assert_allclose(model.pip_, [probs[:, [1, 3]].sum(), probs[:, [2, 3]].sum()], atol=1e-3)
+    np.testing.assert_allclose(model.pip_, probs.sum(0) @ gates[0], atol=1e-3)
 
 
 def test_joint_draws_and_predictions():
@@ -200,8 +176,7 @@ def test_other_forms_of_the_data():
     z = r * np.sqrt((N - 2) / (1 - r**2))
     pairs.append((model, SpikeSlabRegressor.from_z_scores(z, np.corrcoef(x.T), N, **scaled)))
     for one, other in pairs:
-        np.testing.assert_allclose([*other.background_.values()], [*one.background_.values()], atol=1e-6)
-        np.testing.assert_allclose(other.pip_, one.pip_, atol=1e-6)
+        assert_same(one, other, atol=1e-6)
 
 
 @pytest.mark.slow

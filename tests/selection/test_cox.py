@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn.model_selection import GridSearchCV, cross_val_score
 
 from pyro_l0.selection import SpikeSlabCox
 from tests.selection.fitted import data, fitted
@@ -81,13 +80,6 @@ def test_concordance():
     assert model.score(x, y) > 0.7
 
 
-def test_in_searches():
-    x, y = data(SpikeSlabCox)
-    assert cross_val_score(SpikeSlabCox(**KNOWN), x, y, cv=3).mean() > 0.65
-    search = GridSearchCV(SpikeSlabCox(**KNOWN), {"rate": [0.1, 0.5]}, cv=2).fit(x, y)
-    assert search.best_estimator_.rate_ == search.best_params_["rate"]
-
-
 def test_arviz():
     """Draws and observations, and no log likelihoods, which a partial likelihood has not."""
     _, y = data(SpikeSlabCox)
@@ -97,8 +89,3 @@ def test_arviz():
     assert found["posterior"]["coef"].shape == (1, 1000, 4)
     for group in ("log_likelihood", "posterior_predictive"):
         assert not hasattr(found, group)
-
-
-def test_draws_of_times_are_refused():
-    with pytest.raises(NotImplementedError, match="use predict_survival"):
-        fitted(SpikeSlabCox).sample_y(data(SpikeSlabCox)[0])

@@ -6,9 +6,7 @@ import sys
 
 import numpy as np
 import pandas as pd
-import pyro
 import pytest
-import torch
 from scipy import stats
 from scipy.sparse import csc_matrix, csr_array
 from scipy.special import expit, softmax
@@ -18,48 +16,69 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pyro_l0 import selection
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.maths import second_order
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.credible_sets import CredibleSet
-from tests.selection.fitted import ESTIMATORS, EVERY, SAMPLED, data, fitted, three_classes
+from tests.selection.fitted import (
+    ESTIMATORS,
+    EVERY,
+    SAMPLED,
+    assert_equal_fits,
+    data,
+    fitted,
+    log_density,
+    nothing_else_changes,
+    three_classes,
+)
 
 
-def test_units_do_not_matter():
+@pytest.mark.parametrize(
+    ("units", "of_y"),
+    [(np.array([3.0, 0.01, 20.0, 1e4]), 100.0), (1e-50, 1e50), (1e-8, 1e8), (1e8, 1e-8), (1e50, 1e-50)],
+)
+def test_units_do_not_matter(units, of_y):
     """Standardised features: other units of X and y change the coefficients by these, and nothing else."""
     x, y = data(SpikeSlabRegressor)
-    units = np.array([3.0, 0.01, 20.0, 1e4])
+    moved = (x - 7.0) * units
     first = SpikeSlabRegressor(random_state=0).fit(x, y)
-    second = SpikeSlabRegressor(random_state=0).fit(x * units - 7.0, 100 * y + 3.0)
+    second = SpikeSlabRegressor(random_state=0).fit(moved, of_y * (y + 3.0))
     np.testing.assert_allclose(second.pip_, first.pip_, atol=1e-8)
-    np.testing.assert_allclose(second.coef_, 100 * first.coef_ / units, rtol=1e-6)
-    np.testing.assert_allclose(second.coef_sd_, 100 * first.coef_sd_ / units, rtol=1e-6)
-    assert second.noise_scale_ == pytest.approx(100 * first.noise_scale_, rel=1e-6)
-    np.testing.assert_allclose(second.predict(x * units - 7.0), 100 * first.predict(x) + 3.0, rtol=1e-6)
+    np.testing.assert_allclose(second.coef_ * units / of_y, first.coef_, rtol=1e-6)
+    np.testing.assert_allclose(second.coef_sd_ * units / of_y, first.coef_sd_, rtol=1e-6)
+    assert second.noise_scale_ / of_y == pytest.approx(first.noise_scale_, rel=1e-6)
+    np.testing.assert_allclose(second.predict(moved) / of_y, first.predict(x) + 3.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"groups": [0, 1, 1, 2, 3]}, {"fit_intercept": False}], ids=str)
-@pytest.mark.parametrize("form", [csr_array, csc_matrix])
+@pytest.mark.filterwarnings("ignore:Constant features")
+@pytest.mark.parametrize(
+    "options", [{}, {"groups": [0, 1, 1, 2, 3, 4]}, {"fit_intercept": False}, {"standardize": False}], ids=str
+)
+@pytest.mark.parametrize(("form", "is_wide"), [(csr_array, False), (csc_matrix, False), (csr_array, True)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_sparse_features(form, options, weighted):
-    """The posterior is that of the dense matrix, in predictions and credible sets, too."""
+def test_sparse_features(form, is_wide, options, weighted, monkeypatch):
+    """The posterior is that of the dense matrix, in predictions and credible sets, too.
+
+    Columns are centred and scaled by algebra; one is constant, and one has no zeros.
+    """
+    monkeypatch.setattr(second_order, "_DENSE", 2 if is_wide else 2000)
     rng = np.random.default_rng(0)
-    x = (rng.random((80, 5)) < 0.2) * rng.normal(1, 1, size=(80, 5))
+    x = (rng.random((80, 6)) < 0.2) * rng.normal(1, 1, size=(80, 6))
+    x[:, 4], x[:, 5] = 3.0, 2 + x[:, 5]
     y = 2 * x[:, 0] - x[:, 3] + rng.normal(size=80)
     weight = rng.integers(0, 3, 80).astype(float) if weighted else None
     dense, sparse = (SpikeSlabRegressor(random_state=0, **options).fit(a, y, weight) for a in (x, form(x)))
-    for name in ("pip_", "coef_", "coef_sd_", "intercept_", "log_evidence_", "noise_scale_", "slab_scale_"):
-        np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-8, atol=1e-8)
+    assert_equal_fits(dense, sparse, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(sparse.noise_scale_, dense.noise_scale_, rtol=1e-8)
     # Draws may have the other sign of an eigenvector, so that only those of one fit agree.
-    for one, other in zip(
-        sparse.predict(form(x[:9]), return_std=True), sparse.predict(x[:9], return_std=True), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-10)
+    one, other = (sparse.predict(some, return_std=True) for some in (form(x[:9]), x[:9]))
+    np.testing.assert_allclose(one, other, rtol=1e-10)
     np.testing.assert_allclose(sparse.predict(form(x)), dense.predict(x), rtol=1e-8, atol=1e-8)
     assert [str(found) for found in sparse.credible_sets_] == [str(found) for found in dense.credible_sets_]
     log_likelihoods = sparse.to_arviz().log_likelihood["y"].values[0]
     rows = np.arange(80).repeat(1 if weight is None else weight.astype(int))
-    eta = x[rows] @ sparse.draws_.coefficients[:1000].toarray().T + sparse.draws_.intercept[:1000, 0]
-    expected = stats.norm(eta, sparse.draws_.noise_scale[:1000]).logpdf(y[rows, None])
-    np.testing.assert_allclose(log_likelihoods, expected.T, rtol=1e-8)
+    draws = sparse.sample(1000)
+    eta = draws["coef"] @ x[rows].T + draws["intercept"][:, None]
+    np.testing.assert_allclose(log_likelihoods, log_density(SpikeSlabRegressor, y[rows], eta, draws), rtol=1e-8)
 
 
 def test_sparse_features_of_large_means():
@@ -72,35 +91,25 @@ def test_sparse_features_of_large_means():
     assert sparse.log_evidence_ == pytest.approx(dense.log_evidence_, abs=1e-5)
 
 
-def test_predictions_are_those_of_the_draws():
-    """Means and standard deviations of the regressor against averages over draws with their noise."""
-    x, _ = data(SpikeSlabRegressor)
-    model = fitted(SpikeSlabRegressor)
-    mean, sd = model.predict(x[:5], return_std=True)
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_predictions_are_averages_over_draws(kind):
+    """And not taken at the mean of the coefficients; the mean of numbers is that of the posterior."""
+    model, (x, y) = fitted(kind), data(kind)
     draws = model.sample(2000)
-    predictors = draws["coef"] @ x[:5].T + draws["intercept"][:, None]
-    error = predictors.std(0) / np.sqrt(2000)
-    assert (np.abs(predictors.mean(0) - mean) < 5 * error).all()
-    np.testing.assert_allclose(sd, np.sqrt(predictors.var(0) + (draws["noise_scale"] ** 2).mean()), rtol=1e-10)
-
-
-def test_probabilities_are_averaged_over_draws():
-    """And not taken at the mean of the coefficients; the same for counts."""
-    model = fitted(SpikeSlabClassifier)
-    x, _ = data(SpikeSlabClassifier)
-    draws = model.sample(2000)
-    predictors = draws["coef"][:, 0] @ x.T + draws["intercept"]
-    np.testing.assert_allclose(model.predict_proba(x)[:, 1], expit(predictors).mean(0), rtol=1e-10)
-    assert set(model.predict(x)) == {"yes", "no"}
-    assert model.score(x, data(SpikeSlabClassifier)[1]) > 0.7
-
-    counts = fitted(SpikeSlabPoissonRegressor)
-    x, _ = data(SpikeSlabPoissonRegressor)
-    draws = counts.sample(2000)
-    means = np.exp(draws["coef"] @ x.T + draws["intercept"][:, None])
-    mean, sd = counts.predict(x, return_std=True)
-    np.testing.assert_allclose(mean, means.mean(0), rtol=1e-10)
-    np.testing.assert_allclose(sd, np.sqrt(means.mean(0) + means.var(0)), rtol=1e-10)
+    eta = draws["coef"].reshape(2000, 4) @ x.T + draws["intercept"].reshape(2000, 1)
+    if kind is SpikeSlabClassifier:
+        np.testing.assert_allclose(model.predict_proba(x)[:, 1], expit(eta).mean(0), rtol=1e-10)
+        assert set(model.predict(x)) == {"yes", "no"}
+        assert model.score(x, y) > 0.7
+        return
+    mean, sd = model.predict(x, return_std=True)
+    if kind is SpikeSlabRegressor:
+        assert (np.abs(eta.mean(0) - mean) < 5 * eta.std(0) / np.sqrt(2000)).all()
+        variance = eta.var(0) + (draws["noise_scale"] ** 2).mean()
+    else:
+        np.testing.assert_allclose(mean, np.exp(eta).mean(0), rtol=1e-10)
+        variance = np.exp(eta).mean(0) + np.exp(eta).var(0)
+    np.testing.assert_allclose(sd, np.sqrt(variance), rtol=1e-10)
 
 
 @pytest.mark.slow
@@ -164,16 +173,11 @@ def test_what_has_an_effect_is_found(kind):
     assert table.columns.tolist() == ["PIP", "mean", "sd", "5 %", "95 %"]
     np.testing.assert_array_equal(table["PIP"], np.repeat(model.pip_, len(table) // 4))
     intervals = model.interval(0.9).reshape(-1, 4, 2)
+    ends = np.quantile(model.sample(2000)["coef"].reshape(2000, -1, 4), (0.05, 0.95), axis=0)
+    np.testing.assert_allclose(intervals, np.moveaxis(ends, 0, 2), atol=1e-12)
     np.testing.assert_array_equal(table[["5 %", "95 %"]], intervals.swapaxes(0, 1).reshape(-1, 2))
     assert np.min(table.loc["x0", "5 %"]) > 0 > np.max(table.loc["x2", "95 %"])
     assert sorted(s.features for s in model.credible_sets_) == [(0,), (2,)]
-
-
-def test_intervals_are_quantiles():
-    """Of the draws, closed gates as zeros."""
-    model = fitted(SpikeSlabRegressor)
-    ends = np.quantile(model.sample(2000)["coef"], (0.1, 0.9), axis=0).T
-    np.testing.assert_allclose(model.interval(0.8), ends, atol=1e-12)
 
 
 # Selection
@@ -238,28 +242,28 @@ def test_near_copies_leave_a_selection_empty_and_are_named():
 # Awkward data
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ESTIMATORS)) for kind in EVERY]
-)
-def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind):
-    """To the bit; the global generators, Pyro's parameters, the data and the parameters stay as they were."""
+SEEDED = [
+    *((kind, {}) for kind in ESTIMATORS),
+    (SpikeSlabRegressor, {"method": "tempered", "rate": 0.2, "slab_scale": 0.5, "noise_scale": 1.0}),
+    *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in EVERY if kind not in ESTIMATORS),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), SEEDED)
+def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind, options):
+    """To the bit; nor do the data."""
     x, y = data(kind)
     kept = x.copy(), y.copy()
-    pyro.param("mine", torch.tensor(3.0))
-    np.random.seed(5)  # noqa: NPY002 - the global state is what the test is about
-    torch.manual_seed(5)
-    before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
-    first, second = (kind(random_state=3).fit(x[:, :3], y) for _ in range(2))
-    kind().fit(x[:, :2], y)
-    assert (np.random.get_state()[1] == before[0]).all()  # noqa: NPY002
-    assert (torch.get_rng_state() == before[1]).all()
-    assert list(pyro.get_param_store().keys()) == ["mine"]
+    with nothing_else_changes():
+        first, second = (kind(random_state=3, **options).fit(x[:, :3], y) for _ in range(2))
+        kind(**options).fit(x[:, :2], y)
     assert (x == kept[0]).all()
     assert (y == kept[1]).all()
-    for name in ("pip_", "coef_", "coef_sd_", "intercept_", "log_evidence_", "slab_scale_", "rate_"):
-        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    assert_equal_fits(first, second)
+    assert_equal_fits(first, second, "rate_")
     assert (first.sample(5000)["coef"] == second.sample(5000)["coef"]).all()
-    assert not (kind(random_state=4).fit(x[:, :3], y).sample(9)["coef"] == first.sample(9)["coef"]).all()
+    other = kind(random_state=4, **options).fit(x[:, :3], y)
+    assert not (other.sample(9)["coef"] == first.sample(9)["coef"]).all()
 
 
 def test_a_random_state_moves_on():
@@ -283,16 +287,30 @@ def test_pickles_and_clones(kind):
 
 
 def test_in_pipelines_and_searches():
-    """Cross-validation, a grid of rates, and a selection in front of another model."""
+    """A grid of rates, and a selection in front of another model."""
     x, y = data(SpikeSlabRegressor)
     model = make_pipeline(StandardScaler(), SpikeSlabRegressor(random_state=0))
-    assert cross_val_score(model, x, y, cv=3).mean() > 0.5
     search = GridSearchCV(model, {"spikeslabregressor__rate": [0.01, 0.5]}, cv=3).fit(x, y)
     assert search.best_params_["spikeslabregressor__rate"] in (0.01, 0.5)
     selected = make_pipeline(SpikeSlabRegressor(random_state=0), SpikeSlabRegressor(random_state=0)).fit(x, y)
     assert selected[-1].n_features_in_ == 2
-    labels = data(SpikeSlabClassifier)
-    assert cross_val_score(SpikeSlabClassifier(random_state=0), *labels, cv=2, scoring="neg_log_loss").mean() > -0.69
+
+
+@pytest.mark.parametrize(
+    ("kind", "scoring", "least"),
+    [
+        (SpikeSlabRegressor, None, 0.5),
+        (SpikeSlabClassifier, "neg_log_loss", -0.69),
+        (selection.SpikeSlabCox, None, 0.65),
+        pytest.param(selection.SpikeSlabOrdinal, "neg_log_loss", -1.09, marks=pytest.mark.slow),
+        pytest.param(selection.SpikeSlabRobust, "neg_median_absolute_error", "MAD", marks=pytest.mark.slow),
+    ],
+)
+def test_cross_validation(kind, scoring, least):
+    """Better than without features, of which the last score is the median absolute deviation."""
+    x, y = data(kind)
+    least = -stats.median_abs_deviation(y) if least == "MAD" else least
+    assert cross_val_score(kind(slab_scale=1.0, random_state=0), x, y, cv=3, scoring=scoring).mean() > least
 
 
 def test_without_scikit_learn_it_is_named(monkeypatch):
@@ -317,20 +335,8 @@ def test_arviz_gets_what_it_asks_for(kind):
     np.testing.assert_array_equal(posterior["coef"][0].values, draws["coef"])
     coef, intercept = draws["coef"].reshape(1000, -1, 4), draws["intercept"].reshape(1000, -1)
     eta = np.squeeze(x @ coef.swapaxes(1, 2) + intercept[:, None])
-    if kind in (SpikeSlabRegressor, selection.SpikeSlabMultiTaskRegressor):
-        wanted = stats.norm.logpdf(y, eta, draws["noise_scale"][:, None])
-    elif kind is SpikeSlabClassifier:
-        wanted = stats.bernoulli.logpmf(y == "yes", expit(eta))
-    elif kind is selection.SpikeSlabNegativeBinomial:
-        size = 1 / draws["dispersion"][:, None]
-        wanted = stats.nbinom.logpmf(y, size, size / (size + np.exp(eta)))
-    elif kind is selection.SpikeSlabOrdinal:
-        below = expit(draws["thresholds"][:, None] - eta[:, :, None])
-        wanted = np.log(np.diff(below, axis=2, prepend=0.0, append=1.0)[:, np.arange(80), y - 3])
-    elif kind is selection.SpikeSlabRobust:
-        wanted = stats.t.logpdf(y, draws["degrees_of_freedom"][:, None], eta, draws["noise_scale"][:, None])
-    else:
-        wanted = stats.poisson.logpmf(y, np.exp(eta))
+    numbers = np.unique(y, return_inverse=True)[1] if hasattr(model, "classes_") else y
+    wanted = log_density(kind, numbers, eta, draws)
     np.testing.assert_allclose(found["log_likelihood"]["y"][0].values, wanted, atol=1e-8)
     observed = found["observed_data"]["y"].values
     again = found["posterior_predictive"]["y"][0].values

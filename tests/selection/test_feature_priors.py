@@ -1,19 +1,14 @@
 """Rates of one's own and features that are always in, against sums over all gates that share no code with ours."""
 
-import itertools
-
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import special, stats
 from scipy.sparse import csr_array
 
-from pyro_l0.selection import (
-    SpikeSlabClassifier,
-    SpikeSlabPoissonRegressor,
-    SpikeSlabRegressor,
-)
-from tests.selection.references import by_densities
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+from tests.selection.fitted import assert_equal_fits
+from tests.selection.references import by_densities, unknown_scales
 
 NOISE, SLAB = 0.8, 0.6
 KNOWN = {"noise_scale": NOISE, "slab_scale": SLAB, "standardize": False, "random_state": 0}
@@ -58,26 +53,15 @@ def test_normal_observations(method, scale, groups):
 
 
 def test_unknown_scales():
-    """Of noise and slabs, by sums over a grid; their units are of what a flat confounder leaves of y."""
+    """Of noise and slabs, whose units are of what a flat confounder leaves of y."""
     x, y = numbers(16)
     x, y = x[:, :3], y - x[:, 4]
     taken = np.stack([np.ones(16), x[:, 1]], 1)
-    rest = np.linalg.svd(taken)[0][:, 2:]
-    y_left, x_left = rest.T @ y, rest.T @ x
-    unit = np.sqrt((y_left**2).sum() / 16)
+    unit = np.sqrt(((y - taken @ np.linalg.lstsq(taken, y)[0]) ** 2).mean())
     width = np.sqrt(x[:, [0, 2]].var(0).mean())
-    noise, slab = np.exp(np.linspace(-7, 4, 100)) * unit, np.exp(np.linspace(-9, 2, 100)) * unit / width
-    prior = stats.halfcauchy.logpdf(noise / unit) + np.log(noise / unit)
-    prior = prior[:, None] + stats.halfnorm.logpdf(slab * width / unit) + np.log(slab * width / unit)
-    log = []
-    for z in itertools.product([0, 1], repeat=2):
-        values, vectors = np.linalg.eigh(x_left[:, [0, 2]] @ np.diag(z) @ x_left[:, [0, 2]].T)
-        variance = noise[:, None, None] ** 2 + slab[:, None] ** 2 * values
-        density = stats.norm.logpdf(vectors.T @ y_left, scale=np.sqrt(variance)).sum(2)
-        log.append(special.logsumexp(density + prior) + np.log([0.8, 0.2][z[0]] * [0.6, 0.4][z[1]]))
-    probs = special.softmax(log)
+    gates, log = unknown_scales(x, y, np.eye(16), [0.2, 1.0, 0.4], unit, unit / width)
     model = SpikeSlabRegressor(rate={0: 0.2, 1: 1, 2: 0.4}, standardize=False, random_state=0).fit(x, y)
-    np.testing.assert_allclose(model.pip_, [probs[2] + probs[3], 1, probs[1] + probs[3]], atol=1e-4)
+    np.testing.assert_allclose(model.pip_, special.softmax(log) @ gates, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"fit_intercept": False}, {"groups": [0, 1, 2, 2, 1]}], ids=str)
@@ -92,34 +76,9 @@ def test_sparse_features_and_weights(scale, options):
     dense, sparse = (SpikeSlabRegressor(**options).fit(a, y, weight) for a in (x, csr_array(x)))
     repeated = SpikeSlabRegressor(**options).fit(x.repeat(weight, 0), y.repeat(weight))
     for other in (sparse, repeated):
-        for name in ("pip_", "coef_", "intercept_", "log_evidence_", "noise_scale_"):
-            np.testing.assert_allclose(getattr(other, name), getattr(dense, name), rtol=1e-7, atol=1e-8)
+        assert_equal_fits(dense, other, "pip_ coef_ intercept_ log_evidence_ noise_scale_", rtol=1e-7, atol=1e-8)
         np.testing.assert_allclose(other.coef_sd_, dense.coef_sd_, rtol=0.05)
     np.testing.assert_allclose(sparse.predict(csr_array(x)), dense.predict(x), rtol=1e-7)
-
-
-@pytest.mark.slow
-def test_a_wide_sparse_design(monkeypatch):
-    """Whose products are taken when they are needed, in parts."""
-    monkeypatch.setattr("pyro_l0.maths.second_order._DENSE", 3)
-    x, y = numbers(60)
-    options = {"rate": RATES, "method": "tempered", **KNOWN}
-    dense, sparse = (SpikeSlabRegressor(**options).fit(a, y) for a in (x, csr_array(x)))
-    np.testing.assert_allclose(sparse.pip_, reference(x, y, RATES, None).pips, atol=0.02)
-    np.testing.assert_allclose(sparse.coef_, dense.coef_, atol=0.01)
-
-
-@pytest.mark.parametrize("kind", [SpikeSlabRegressor, SpikeSlabPoissonRegressor])
-def test_flat_is_the_limit_of_wide(kind):
-    """Where noise is known; a very wide prior is nearly that of the intercept of counts."""
-    x, y = numbers(40)
-    y = y if kind is SpikeSlabRegressor else np.round(np.exp(0.15 * (y - y.mean())))
-    options = {"rate": {0: 0.3, 1: 1, 2: 0.4, 3: 0.2, 4: 1}, "random_state": 0, "slab_scale": 0.5}
-    options |= {"noise_scale": NOISE} if kind is SpikeSlabRegressor else {}
-    flat, wide = (kind(always_in_scale=s, **options).fit(x, y) for s in (None, 1e3))
-    atol = 1e-4 if kind is SpikeSlabRegressor else 0.01
-    np.testing.assert_allclose(flat.pip_, wide.pip_, atol=atol)
-    np.testing.assert_allclose(flat.coef_, wide.coef_, atol=atol)
 
 
 def test_a_category_that_is_always_in():
@@ -133,8 +92,7 @@ def test_a_category_that_is_always_in():
     )
     assert model.pip_[1] == 1.0
     assert model.coef_[1:].sum() == pytest.approx(0.0, abs=1e-9)
-    np.testing.assert_allclose(model.coef_, wide.coef_, atol=1e-4)
-    assert model.pip_[0] == pytest.approx(wide.pip_[0], abs=1e-4)
+    assert_equal_fits(model, wide, "pip_ coef_", atol=1e-4)
     assert model.summary().index.tolist() == ["a", "city[x]", "city[y]", "city[z]"]
     dummies = np.column_stack([frame["a"], *(frame["city"] == c for c in "xyz")])
     expected = np.linalg.lstsq(dummies, y, rcond=None)[0]
@@ -197,16 +155,10 @@ def test_more_confounders_than_observations():
         SpikeSlabRegressor(**options).fit(x, y)
 
 
-def test_forms_of_rates():
-    """Dicts and series by names or positions, arrays and lists; missing ones of a dict are learned beside ones."""
+def test_rates_that_are_missing():
+    """Those of a dict are learned beside ones, or given by an expected size."""
     x, y = numbers()
     frame = pd.DataFrame(x, columns=list("abcde"))
-    named = dict(zip("abcde", RATES, strict=True))
-    rates = [RATES, np.array(RATES), named, pd.Series(named)[list("edcba")], dict(enumerate(RATES)), pd.Series(RATES)]
-    models = [SpikeSlabRegressor(rate=rate, **KNOWN).fit(frame, y) for rate in rates]
-    for model in models:
-        np.testing.assert_array_equal(model.pip_, models[0].pip_)
-        np.testing.assert_array_equal(model.rate_, RATES)
     learned = SpikeSlabRegressor(rate={"b": 1, 4: 1}, **KNOWN).fit(frame, y)
     by_size = SpikeSlabRegressor(rate={"b": 1, "e": 1}, expected_size=1.2, **KNOWN).fit(frame, y)
     given = SpikeSlabRegressor(rate=[0.4, 1, 0.4, 0.4, 1], **KNOWN).fit(frame, y)

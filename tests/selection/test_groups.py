@@ -48,15 +48,6 @@ def shops(n=200, seed=1):
     return frame, frame["size"].to_numpy() + effect + rng.normal(size=n)
 
 
-def test_groups_of_one_are_features():
-    """To the bit."""
-    _, x, eta, rng = grouped()
-    y = eta + rng.normal(size=len(eta))
-    plain, single = (SpikeSlabRegressor(groups=g, random_state=0).fit(x, y) for g in (None, np.arange(x.shape[1])))
-    np.testing.assert_array_equal(plain.pip_, single.pip_)
-    np.testing.assert_array_equal(plain.sample(10)["coef"], single.sample(10)["coef"])
-
-
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_what_is_said_of_groups(kind):
     """Selection, support, draws, summary, credible sets, arviz, copies, pickles and pipelines."""
@@ -122,6 +113,9 @@ def test_a_selected_factor_is_transformed_to_its_dummies(groups):
     model = SpikeSlabRegressor(groups=groups, random_state=0).fit(frame, y)
     names = ["size", "city[a]", "city[b]", "city[c]", "city[d]", "day[10]", "day[20]", "day[30]"][: 8 if groups else 5]
     assert model.get_feature_names_out().tolist() == names
+    if groups:  # which may hold factors and numbers
+        assert model.pip_.shape == (3,)
+        assert model.summary()["group"].tolist() == [0, 1, 1, 1, 1, 2, 0, 0, 0]
     with pytest.raises(ValueError, match="input_features is not equal to feature_names_in_"):
         model.get_feature_names_out(["a", "b", "c", "d"])
     some = frame[frame["city"] != "a"].iloc[:9]
@@ -178,14 +172,6 @@ def test_two_levels_are_a_column_of_zeros_and_ones(intercept):
     assert first.log_evidence_ == pytest.approx(second.log_evidence_, abs=1e-7)
     np.testing.assert_allclose(first.predict(frame), second.predict(factor), atol=1e-7)
     assert np.isfinite(SpikeSlabRegressor(fit_intercept=intercept, random_state=0).fit(factor, y).pip_).all()
-
-
-def test_factors_in_groups():
-    """A group may hold factors and numbers."""
-    frame, y = shops()
-    model = SpikeSlabRegressor(groups=[0, 1, 0, 1], random_state=0).fit(frame, y)
-    assert model.pip_.shape == (2,)
-    assert model.summary()["group"].tolist() == [0, 1, 1, 1, 1, 0, 1, 1, 1]
 
 
 def test_other_levels_and_other_containers_are_refused():

@@ -16,7 +16,7 @@ from pyro_l0.selection import (
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
 )
-from tests.selection.fitted import EVERY, data, three_classes
+from tests.selection.fitted import EVERY, assert_equal_fits, data, three_classes
 
 KNOWN = {"noise_scale": 1.0, "slab_scale": 0.6, "random_state": 0}
 RATES = np.array([0.9, 0.1, 0.2, 0.3])
@@ -42,7 +42,9 @@ def test_rates_by_name(names):
     frame, y = numbers(names)
     right = SpikeSlabRegressor(rate=RATES, **KNOWN).fit(frame.to_numpy(), y)
     by_name = pd.Series(RATES, index=pd.Index(names, tupleize_cols=False))
-    for rate in (by_name, by_name.iloc[::-1], dict(zip(names, RATES, strict=True)), RATES.tolist()):
+    forms = [by_name, by_name.iloc[::-1], dict(zip(names, RATES, strict=True)), RATES, RATES.tolist()]
+    by_position = [dict(enumerate(RATES)), pd.Series(RATES)] if isinstance(names[0], str) else []
+    for rate in forms + by_position:
         model = SpikeSlabRegressor(rate=rate, **KNOWN).fit(frame, y)
         np.testing.assert_array_equal(model.rate_, RATES)
         np.testing.assert_allclose(model.pip_, right.pip_, atol=1e-12)
@@ -65,32 +67,46 @@ def test_groups_by_name(names, way):
         if way is pd.Series:
             by_name = pd.Series(list(by_name.values()), index=pd.Index(list(by_name), tupleize_cols=False))
         model = SpikeSlabRegressor(rate=rate, groups=by_name, **KNOWN).fit(frame, y)
-        np.testing.assert_allclose(model.pip_, right.pip_, atol=1e-12)
-        np.testing.assert_allclose(model.coef_, right.coef_, atol=1e-9)
+        assert_equal_fits(right, model, "pip_ coef_", atol=1e-12)
 
 
 def test_groups_that_permute_features():
     """Each group is one feature: the posterior is that without groups, in their order."""
     frame, y = numbers(list("abcd"))
     plain = SpikeSlabRegressor(rate=RATES, **KNOWN).fit(frame, y)
+    single = SpikeSlabRegressor(rate=RATES, groups=np.arange(4), **KNOWN).fit(frame, y)
+    assert_equal_fits(plain, single)
+    np.testing.assert_array_equal(plain.sample(10)["coef"], single.sample(10)["coef"])
     for groups in ([1, 0, 3, 2], [3, 2, 1, 0], [1, 2, 3, 0]):
         rate = np.empty(4)
         rate[groups] = RATES
         model = SpikeSlabRegressor(rate=rate, groups=groups, **KNOWN).fit(frame, y)
         np.testing.assert_allclose(model.pip_[groups], plain.pip_, atol=1e-12)
+        np.testing.assert_allclose(model.coef_, plain.coef_, atol=1e-12)
 
 
-@pytest.mark.parametrize("names", [names for names in NAMES if not isinstance(names[0], str)], ids=str)
-@pytest.mark.parametrize("method", ["predict", "transform", "sample_y", "predict_quantiles"])
-def test_other_columns_are_refused(names, method):
+@pytest.mark.parametrize(
+    ("kind", "names", "method"),
+    [
+        *(
+            (SpikeSlabRegressor, names, method)
+            for names in NAMES[:3] + NAMES[4:]
+            for method in ("predict", "transform", "sample_y", "predict_quantiles")
+        ),
+        *((NeuralFeatureSelector, NAMES[0], method) for method in ("predict", "transform", "score")),
+    ],
+    ids=str,
+)
+def test_other_columns_are_refused(kind, names, method):
     """By every method that takes features; what the message says works."""
     frame, y = numbers(names)
-    model = SpikeSlabRegressor(rate={names[0]: 1}, **KNOWN).fit(frame, y)
-    right = getattr(model, method)(frame)
-    moved = frame[frame.columns[::-1]]
+    network = {"n_features": 2, "max_steps": 5, "random_state": 0}
+    model = kind(**(network if kind is NeuralFeatureSelector else {"rate": {names[0]: 1}, **KNOWN})).fit(frame, y)
+    moved, more = frame[frame.columns[::-1]], (y,) if method == "score" else ()
+    right = getattr(model, method)(frame, *more)
     with pytest.raises(ValueError, match=re.escape(f"Expected the columns {names}, in this order, but got")):
-        getattr(model, method)(moved)
-    np.testing.assert_array_equal(getattr(model, method)(moved[frame.columns]), right)
+        getattr(model, method)(moved, *more)
+    np.testing.assert_array_equal(getattr(model, method)(moved[frame.columns], *more), right)
 
 
 @pytest.mark.slow
@@ -136,8 +152,7 @@ def test_weights_of_survival_times_repeat_rows(ties, offset):
     model = SpikeSlabCox(ties=ties, random_state=0)
     one = clone(model).fit(x, y, weight.astype(float), offset=known)
     other = clone(model).fit(x.repeat(weight, 0), y.repeat(weight), offset=known.repeat(weight))
-    for name in ("pip_", "coef_", "coef_sd_", "log_evidence_"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert_equal_fits(one, other)
     np.testing.assert_array_equal(one.predict_survival(x[:3], [1.0]), other.predict_survival(x[:3], [1.0]))
 
 
@@ -160,14 +175,3 @@ def test_features_of_dates_and_durations():
             SpikeSlabPoissonRegressor().fit(frame, y)
         units = frame.assign(d=frame["d"].astype("int64"))
         assert np.isfinite(SpikeSlabRegressor(**KNOWN).fit(units, y).coef_).all()
-
-
-@pytest.mark.parametrize("method", ["predict", "transform", "score"])
-def test_a_network_refuses_other_columns(method):
-    """As the regressions do."""
-    frame, y = numbers([3, 1, 2, 0])
-    model = NeuralFeatureSelector(n_features=2, max_steps=5, random_state=0).fit(frame, y)
-    more = (y,) if method == "score" else ()
-    getattr(model, method)(frame, *more)
-    with pytest.raises(ValueError, match=r"Expected the columns \[3, 1, 2, 0\], in this order"):
-        getattr(model, method)(frame[[0, 1, 2, 3]], *more)

@@ -5,14 +5,12 @@ import pickle
 
 import numpy as np
 import pandas as pd
-import pyro
 import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_wine
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from pyro_l0 import HardConcrete
@@ -28,6 +26,7 @@ from pyro_l0.selection.neural import (
     held_out_losses,
     train_for_subsets,
 )
+from tests.selection.fitted import nothing_else_changes
 
 FAST = {"max_steps": 2, "cv": 2, "random_state": 0}
 
@@ -179,23 +178,6 @@ def test_networks_learn_to_do_without_an_input():
         torch.testing.assert_close(network.weight, torch.full_like(network.weight, 0.6), rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("n_features", [2, None])
-def test_losses_that_are_not_finite_are_refused(n_features):
-    x, y = product(n=40)
-    with pytest.raises(ValueError, match="outputs stay finite"):
-        NeuralFeatureSelector(Broken(), n_features, **FAST).fit(x, y)
-
-
-class Broken(nn.Linear):
-    """A network whose outputs in training are not numbers."""
-
-    def __init__(self):
-        super().__init__(8, 1, dtype=torch.float64)
-
-    def forward(self, x):
-        return super().forward(x) + torch.nan
-
-
 # What it selects
 
 
@@ -272,31 +254,11 @@ def test_two_classes_take_one_logit_or_two():
 # Conventions
 
 
-@parametrize_with_checks([NeuralFeatureSelector(task="classification", **FAST)])
-def test_scikit_learn_conventions(estimator, check):
-    check(estimator)
-
-
-@pytest.mark.slow
-@parametrize_with_checks([NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression")])
-def test_scikit_learn_conventions_of_other_tasks(estimator, check):
-    if check.func.__name__ == "check_regressors_train":  # asks for a good fit
-        estimator.set_params(max_steps=100)
-    check(estimator)
-
-
-def test_a_seed_gives_the_same_fit_and_global_states_are_left_alone():
+def test_a_seed_gives_the_same_fit_and_nothing_else_changes():
     x, y = product(n=40)
-    pyro.clear_param_store()
-    pyro.param("mine", torch.ones(1))
-    torch.manual_seed(3)
-    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
-    NeuralFeatureSelector(n_features=2, max_steps=3).fit(x, y)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
-    assert list(pyro.get_param_store().keys()) == ["mine"]
-    pyro.clear_param_store()
+    with nothing_else_changes():
+        first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
+        NeuralFeatureSelector(n_features=2, max_steps=3).fit(x, y)
     assert np.array_equal(first.ranking_, second.ranking_)
     assert np.array_equal(first.predict(x), second.predict(x))
 

@@ -1,18 +1,18 @@
 """Noise of a known covariance, against sums over all gates by densities that share no code with ours."""
 
-import itertools
 import re
 
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import linalg, special, stats
+from scipy import linalg, special
 from scipy.sparse import csr_array
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pyro_l0.selection import SpikeSlabRegressor
-from tests.selection.references import by_densities
+from tests.selection.fitted import assert_equal_fits
+from tests.selection.references import by_densities, unknown_scales
 
 N, NOISE, SLAB = 24, 0.7, 0.6
 RATES = [0.3, 0.4, 0.2, 0.5]
@@ -36,8 +36,8 @@ def data(covariance, seed=0, p=4):
     return x, 2 + 0.4 * x[:, 0] + x[:, 1] + noise
 
 
-def reference(x, y, covariance, rates=RATES, always=None, *, noise=NOISE, slab=SLAB, **options):
-    return by_densities(x, y, covariance, rates, always, noise=noise, slab=slab, **options)
+def reference(x, y, covariance, rates=RATES, always=None, **options):
+    return by_densities(x, y, covariance, rates, always, noise=NOISE, slab=SLAB, **options)
 
 
 def assert_exact(model, expected):
@@ -76,30 +76,17 @@ def test_sampled_gates():
 
 
 def test_unknown_scales():
-    """By sums over a grid of both; an unknown noise scale is in the unit of the covariance, a slab in that of y."""
+    """An unknown noise scale is in the unit of the covariance, a slab in that of y."""
     covariance = 4.0 * AR[:12, :12]
     x, y = data(covariance, seed=3, p=2)
     x = (x - x.mean(0)) / x.std(0)
     one, precision = np.ones(12), np.linalg.inv(covariance)
     left = y - (one @ precision @ y) / (one @ precision @ one)
-    unit, spread = np.sqrt(left @ precision @ left / 12), y.std()
-    of_noise, of_slab = np.linspace(-3, 3, 31), np.linspace(-7, 2, 46)  # logarithms, by steps of .2
-    log, pips = [], []
-    for a, b in itertools.product(of_noise, of_slab):
-        noise, slab = unit * np.exp(a), spread * np.exp(b)
-        found = reference(x, y, covariance, [0.3, 0.6], noise=noise, slab=slab)
-        prior = stats.halfcauchy.logpdf(np.exp(a)) + a + stats.halfnorm.logpdf(np.exp(b)) + b
-        log.append(found[-1] + prior)
-        pips.append(found[0])
+    gates, log = unknown_scales(x, y, covariance, [0.3, 0.6], np.sqrt(left @ precision @ left / 12), y.std())
     model = SpikeSlabRegressor(rate=[0.3, 0.6], random_state=0).fit(x, y, noise_covariance=covariance)
-    # The range of the slab scale leaves out a mass of some 1e-3 of its prior, and our own grid has an error of 1e-4.
-    np.testing.assert_allclose(model.pip_, special.softmax(log) @ pips, atol=1e-3)
-    assert model.log_evidence_ == pytest.approx(special.logsumexp(log) + 2 * np.log(0.2), abs=5e-3)
-
-
-def same(one, other, atol=1e-9):
-    for name in ("pip_", "coef_", "coef_sd_", "intercept_", "slab_scale_", "log_evidence_"):
-        np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=atol, err_msg=name)
+    # Our own grid has an error of 1e-4.
+    np.testing.assert_allclose(model.pip_, special.softmax(log) @ gates, atol=1e-3)
+    assert model.log_evidence_ == pytest.approx(special.logsumexp(log), abs=5e-3)
 
 
 @pytest.mark.parametrize("options", [{}, {"rate": {1: 1}}, {"fit_intercept": False}, {"standardize": False}], ids=str)
@@ -107,11 +94,11 @@ def test_independent_noise_is_none(options):
     x, y = data(AR)
     model = SpikeSlabRegressor(random_state=0, **options).fit(x, y)
     white = SpikeSlabRegressor(random_state=0, **options).fit(x, y, noise_covariance=np.eye(N))
-    same(model, white, atol=1e-12)
+    assert_equal_fits(model, white, atol=1e-12)
     assert model.noise_scale_ == pytest.approx(white.noise_scale_, rel=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"rate": {1: 1}}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rate": {1: 1}}, {"rate": RATES, "background": True}], ids=str)
 def test_order_and_unit_change_nothing(options):
     """The rows in another order, and a covariance in another unit, which is that of the noise scale."""
     x, y = data(AR)
@@ -121,22 +108,9 @@ def test_order_and_unit_change_nothing(options):
     other.fit(x[order], y[order], noise_covariance=AR[order][:, order])
     larger.fit(x, y, noise_covariance=100 * AR)
     for found in (other, larger):  # a deviation is partly that of draws, of which one may move to another node
-        np.testing.assert_allclose(found.pip_, model.pip_, atol=1e-9)
-        np.testing.assert_allclose(found.coef_, model.coef_, atol=1e-9)
-        assert found.log_evidence_ == pytest.approx(model.log_evidence_, abs=1e-8)
+        assert_equal_fits(model, found, "pip_ coef_ log_evidence_", atol=1e-9)
+        np.testing.assert_allclose([*found.background_.values()], [*model.background_.values()], atol=1e-6)
     assert larger.noise_scale_ == pytest.approx(model.noise_scale_ / 10, rel=1e-9)
-
-
-def test_whitened_by_hand():
-    """Generalised least squares: rows whitened outside have the same posterior, with the Jacobian beside it."""
-    x, y = data(AR)
-    root = np.linalg.cholesky(AR)
-    options = {"slab_scale": SLAB, "standardize": False, "fit_intercept": False, "random_state": 0}
-    model = SpikeSlabRegressor(**options).fit(x, y, noise_covariance=AR)
-    by_hand = SpikeSlabRegressor(**options).fit(np.linalg.solve(root, x), np.linalg.solve(root, y))
-    by_hand.log_evidence_ -= np.log(np.diag(root)).sum()
-    same(model, by_hand)
-    assert model.noise_scale_ == pytest.approx(by_hand.noise_scale_, rel=1e-9)
 
 
 def test_the_unit_of_a_flat_feature_changes_nothing():
@@ -156,13 +130,13 @@ def test_forms_of_features():
     options = {"random_state": 0, "slab_scale": SLAB, "standardize": False}
     model = SpikeSlabRegressor(**options).fit(frame, y + 1, noise_covariance=AR, offset=np.ones(N))
     grouped = SpikeSlabRegressor(groups=[0, 1, 1, 1], **options).fit(csr_array(dummies), y, noise_covariance=AR)
-    same(model, grouped)
+    assert_equal_fits(model, grouped, atol=1e-9)
     np.testing.assert_allclose(model.predict(frame), dummies @ model.coef_ + model.intercept_, atol=1e-12)
     assert model.score(frame, y) == pytest.approx(grouped.score(dummies, y))
     pipeline = make_pipeline(StandardScaler(), SpikeSlabRegressor(random_state=0))
     pipeline.fit(x, y, spikeslabregressor__noise_covariance=AR)
     scaled = StandardScaler().fit_transform(x)
-    same(pipeline[-1], SpikeSlabRegressor(random_state=0).fit(scaled, y, noise_covariance=AR))
+    assert_equal_fits(pipeline[-1], SpikeSlabRegressor(random_state=0).fit(scaled, y, noise_covariance=AR), atol=1e-9)
 
 
 def test_constant_features():

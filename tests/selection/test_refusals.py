@@ -1,10 +1,11 @@
-"""What the package refuses at its doors: a call, and what its message says."""
+"""What the package refuses at its doors: a call, and what its message says; three dots stand for the rest."""
 
 import re
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy.sparse import csr_array
 from sklearn.exceptions import NotFittedError
 from torch import nn
@@ -16,15 +17,16 @@ from pyro_l0.selection import (
     SpikeSlabCox,
     SpikeSlabGLM,
     SpikeSlabMultiTaskRegressor,
-    SpikeSlabNegativeBinomial,
-    SpikeSlabOrdinal,
     SpikeSlabPoissonRegressor,
     SpikeSlabRegressor,
-    SpikeSlabRobust,
 )
 from pyro_l0.selection.credible_sets import credible_sets
-from pyro_l0.selection.methods.enumeration import exact_posterior
-from tests.selection.fitted import EVERY, data, fitted
+from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
+from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
+from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
+from pyro_l0.selection.problem import Prior
+from tests.selection.families import design_of, named_problem
+from tests.selection.fitted import ESTIMATORS, EVERY, SAMPLED, data, fitted
 from tests.selection.strangers import GammaResponse
 from tests.selection.test_summary_statistics import CROSSED, SQUARE, SQUARE_Y, N, R
 
@@ -32,6 +34,8 @@ X = np.random.default_rng(0).normal(size=(40, 5))
 Y = X[:, 0] + X[:, 2]
 RATES = [0.3, 1.0, 0.7, 0.1, 1.0]
 GROUPS = [0, 1, 2, 2, 1]
+OFFSET = [*ESTIMATORS, SpikeSlabBinomialRegressor]
+COX = data(SpikeSlabCox)
 HOLE = np.where(np.arange(5) == 3, np.nan, X)
 
 
@@ -71,10 +75,17 @@ def regression(x=X, y=Y, weight=None, offset=None, **options):
     return SpikeSlabRegressor(**options).fit(x, y, weight, offset=offset)
 
 
+def design(x=X, y=Y, **options):
+    return design_of(x, y, **options)
+
+
+def problem(family="gaussian", n=40):
+    return named_problem(family, torch.from_numpy(X[:n]), torch.from_numpy(np.abs(Y[:n]).round()), Prior(0.2))
+
+
 REFUSED = [
     # Features and observations.
     (lambda: regression(csr_array(HOLE)), "there are NaN in 'x3'"),
-    (lambda: SpikeSlabClassifier().fit(csr_array(np.eye(4)), [0, 1, 0, 1]), "Sparse data was passed"),
     (lambda: regression(pd.Series(Y)), "Expected a 2-dimensional container"),
     (lambda: regression([["a"], ["b"]], [1.0, 2.0]), "could not convert string to float"),
     (lambda: SpikeSlabClassifier().fit(np.eye(3), list("bbb")), "contains only one class: 'b'"),
@@ -82,22 +93,38 @@ REFUSED = [
     (lambda: SpikeSlabMultiTaskRegressor().fit(np.eye(3), [[2, 1], [0, 1], [1, 1]]), "each response to vary, but"),
     (
         lambda: SpikeSlabGLM(family=GammaResponse()).fit(X, -abs(Y)),
-        "family GammaResponse() to hold positive numbers, but got -",
+        "GammaResponse() to hold positive numbers, but got",
     ),
     (lambda: SpikeSlabGLM(family="poisson").fit(X, Y), "family"),
+    *(
+        (lambda kind=kind: kind().fit(X, np.where(np.arange(40) == 3, np.nan, Y).astype(object)), "NaN")
+        for kind in (SpikeSlabRegressor, SpikeSlabPoissonRegressor)
+    ),
+    (lambda: design(y=Y[1:]), "(40, 5) and (39,)"),
+    (lambda: design(y=Y * np.nan), "to hold finite numbers, but got nan"),
+    (lambda: design(y=Y * 0 + 2, family="bernoulli"), "to hold 0 and 1, or shares between them, but got 2"),
+    (lambda: design(y=Y * 0 + 0.5, family="categorical"), "to hold whole numbers from 0, but got 0.5"),
+    # The ends of the number line, where squares and products of determinants would be infinite or zero.
+    (lambda: design(1e200 * X), "largest absolute value of feature 'x0' to lie between 1e-60 and 1e+60"),
+    (lambda: design(y=1e155 * Y), "largest absolute value of y to lie between"),
+    (lambda: design(slab_scale=0.0), "slab_scale to lie between"),
+    (lambda: design(slab_scale=1e300), "Expected slab_scale to lie between ... but got 1e+300"),
+    (lambda: design(y=Y * 0 + 1, family="poisson", slab_scale=1e300), "slab_scale to lie between ... but got 1e+300"),
+    (lambda: design(noise_scale=np.inf), "noise_scale to lie between"),
+    (lambda: design(noise_scale=1e300), "Expected noise_scale to lie between ... but got 1e+300"),
+    (lambda: design(y=Y * 0 + 1, family="poisson", noise_scale=1.0), "no noise_scale"),
     # Methods, rates and groups.
     (lambda: regression(np.eye(30, 21), np.arange(30), method="enumerate"), "at most 20 features or"),
     (lambda: exact_posterior(np.eye(5, 21) + np.arange(5)[:, None], np.arange(5)), "at most 20 features"),
     (lambda: exact_posterior(X, np.full(40, 3.0)), "y to vary"),
-    (
-        lambda: SpikeSlabOrdinal(method="enumerate").fit(*data(SpikeSlabOrdinal)),
-        "Expected method='auto' or 'tempered' for the family",
+    *(
+        (lambda kind=kind: kind(method="enumerate").fit(*data(kind)), "method='auto' or 'tempered' for the family")
+        for kind in SAMPLED
     ),
-    (
-        lambda: SpikeSlabRobust(method="enumerate").fit(*data(SpikeSlabRobust)),
-        "Expected method='auto' or 'tempered' for the family",
-    ),
-    (lambda: SpikeSlabNegativeBinomial(method="enumerate").fit(np.eye(3), [2, 0, 1]), "'auto' or 'tempered'"),
+    (lambda: enumerate_posterior(problem(n=0)), "at least one observation"),
+    (lambda: GaussianEvidence(problem()).log_marginal(torch.ones(2, 3) > 0), "shape (S, 5)"),
+    (lambda: LaplaceEvidence(problem("poisson")).log_marginal(torch.ones(2, 3) > 0), "shape (S, 5)"),
+    (lambda: design(rate=1.5), "a rate between 0 and 1, ... but got 1.5"),
     (lambda: regression(expected_size=5), "between 0 and the number of features, 5, but got 5"),
     (lambda: regression(rate=RATES, expected_size=2), "Expected a rate or an expected_size, but got both"),
     (lambda: regression(rate=[0.1, 0.2]), "rates above 0 and up to 1 of 5 features, but got [0.1, 0.2]"),
@@ -123,11 +150,11 @@ REFUSED = [
     (lambda: regression(weight=np.ones(39)), "weight"),
     (lambda: regression(weight=np.zeros(40)), "at least one non-zero"),
     (lambda: regression(weight=np.full(40, 1 / 40)), "weights that sum to more than 1"),
-    (
-        lambda: SpikeSlabCox().fit(*data(SpikeSlabCox), np.full(80, 0.5)),
-        "Expected whole weights to repeat rows by, but some are fractions",
-    ),
+    (lambda: SpikeSlabCox().fit(*COX, np.full(80, 0.5)), "whole weights to repeat rows by, but some are fractions"),
+    (lambda: regression(weight=np.full(40, 1.5)).to_arviz(), "Expected whole weights"),
     (lambda: regression(offset=np.ones(39)), "an offset of shape (40,), one for each linear predictor"),
+    *((lambda kind=kind: kind().fit(*data(kind), offset=np.ones(79)), "(80,), ... but got (79,)") for kind in OFFSET),
+    *((lambda kind=kind: fitted(kind).predict(np.ones((3, 4)), offset=np.ones(2)), "got (2,)") for kind in OFFSET),
     (lambda: regression(offset=1.0), "but got (); a constant is in the intercept"),
     (lambda: regression(offset=np.full(40, np.nan)), "Input offset contains NaN"),
     (lambda: trials([0, 1, 3], [2, 2, 2]), "but row 2 has 3 of 2; y are successes, not failures or"),
@@ -140,11 +167,8 @@ REFUSED = [
     (lambda: survival([True] * 3, [1.0, np.nan, 3]), "contains NaN"),
     (lambda: survival([1, 0, 1], [1.0, 2, 3]), "a field of type bool, "),
     (lambda: survival([True] * 3, [1.0, 2, 3], ties="exact"), "'ties' parameter of SpikeSlabCox must be a str among"),
-    (
-        lambda: fitted(SpikeSlabCox).predict_survival(data(SpikeSlabCox)[0], 1.0),
-        "Expected times of shape (T,) without NaN",
-    ),
-    (lambda: fitted(SpikeSlabCox).score(*(part[:1] for part in data(SpikeSlabCox))), "there is none; pass more rows"),
+    (lambda: fitted(SpikeSlabCox).predict_survival(COX[0], 1.0), "Expected times of shape (T,) without NaN"),
+    (lambda: fitted(SpikeSlabCox).score(*(part[:1] for part in COX)), "there is none; pass more rows"),
     # Questions after a fit.
     (lambda: fitted(SpikeSlabRegressor).sample(0), "but got 0"),
     (lambda: fitted(SpikeSlabRegressor).interval(-0.5), "but got -0.5"),
@@ -166,9 +190,7 @@ REFUSED = [
     (lambda: moments(X_mean=np.zeros(4)), "Expected X_mean and y_mean both or neither"),
     (lambda: moments(X_mean=0.5, y_mean=0.0), "X_mean of shape (4,), one for each feature, but got ()."),
     (
-        lambda: moments(
-            pd.DataFrame(SQUARE, columns=list("abcd")), X_mean=pd.Series(0.0, index=list("bacd")), y_mean=0.0
-        ),
+        lambda: moments(pd.DataFrame(SQUARE, columns=list("abcd")), X_mean=pd.Series(0.0, list("bacd")), y_mean=0.0),
         "its names are in another; reorder it by X_mean[XtX.columns].",
     ),
     (lambda: moments(X_mean=np.zeros(4), y_mean=0.0, fit_intercept=False), "and neither without an intercept"),
@@ -184,18 +206,23 @@ REFUSED = [
     (lambda: network(nn.Linear(5, 3), y=Y > 0, task="classification"), "returns 2 logits for each row"),
     (lambda: network(y=np.ones(40, dtype=int)), "one class"),
     (lambda: network(task="classification"), "continuous"),
+    *(
+        (lambda most=most: network(nn.Sequential(nn.Linear(5, 1), nn.Softplus(np.nan)), most), "stay finite")
+        for most in (2, None)
+    ),
 ]
+OTHERWISE = [
+    (lambda: SpikeSlabClassifier().fit(csr_array(np.eye(4)), [0, 1, 0, 1]), "Sparse data was passed", TypeError),
+    (lambda: moments(n="40"), "Expected n to be a number, but got a value of type", TypeError),
+    (lambda: z_scores(n=None), "Expected n to be a number, but got a value of type", TypeError),
+    (lambda: fitted(SpikeSlabCox).sample_y(COX[0]), "use predict_survival", NotImplementedError),
+]
+TABLE = [*((*row, ValueError) for row in REFUSED), *OTHERWISE]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refused(call, message):
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        call()
-
-
-@pytest.mark.parametrize("call", [lambda: moments(n="40"), lambda: z_scores(n=None)])
-def test_wrong_types(call):
-    with pytest.raises(TypeError, match="Expected n to be a number, but got a value of type"):
+@pytest.mark.parametrize(("call", "words", "error"), TABLE, ids=[row[1] for row in TABLE])
+def test_refused(call, words, error):
+    with pytest.raises(error, match=".*".join(map(re.escape, words.split("...")))):
         call()
 
 

@@ -11,8 +11,9 @@ from scipy import stats
 
 from pyro_l0.selection import SpikeSlabRegressor
 from pyro_l0.selection.summary_statistics import of_z_scores
+from tests.selection.fitted import assert_equal_fits
 
-ATTRIBUTES = ("pip_", "coef_", "coef_sd_", "log_evidence_", "noise_scale_", "slab_scale_", "rate_")
+ATTRIBUTES = "pip_ coef_ coef_sd_ log_evidence_ noise_scale_ slab_scale_ rate_"
 
 
 def observed(n, p, seed=0):
@@ -56,8 +57,7 @@ def test_the_posterior_is_that_of_the_data(n, p, options):
         means, given = {}, moments(x, y)
     found = SpikeSlabRegressor.from_moments(*given, **means, random_state=0, **options)
     assert found.method_ == ("enumerate" if p == 5 else "tempered")
-    for name in (*ATTRIBUTES, "intercept_"):
-        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-8, atol=1e-8)
+    assert_equal_fits(wanted, found, f"{ATTRIBUTES} intercept_", rtol=1e-8, atol=1e-8)
     np.testing.assert_allclose(found.predict(x), wanted.predict(x), rtol=1e-8, atol=1e-8)
     assert [str(one) for one in found.credible_sets_] == [str(one) for one in wanted.credible_sets_]
 
@@ -68,8 +68,7 @@ def test_z_scores_have_the_posterior_of_the_data(n, p):
     x, y = observed(n, p)
     wanted = SpikeSlabRegressor(random_state=0).fit((x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std())
     found = SpikeSlabRegressor.from_z_scores(z_scores(x, y), np.corrcoef(x.T), n, random_state=0)
-    for name in ATTRIBUTES:
-        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-8, atol=1e-8)
+    assert_equal_fits(wanted, found, ATTRIBUTES, rtol=1e-8, atol=1e-8)
     assert [str(one) for one in found.credible_sets_] == [str(one) for one in wanted.credible_sets_]
 
 

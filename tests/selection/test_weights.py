@@ -5,7 +5,7 @@ import pytest
 from scipy import integrate, stats
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from tests.selection.fitted import ESTIMATORS
+from tests.selection.fitted import ESTIMATORS, assert_equal_fits
 from tests.selection.test_groups import grouped, observed
 
 
@@ -16,9 +16,7 @@ def both(kind, y, x, weight, **options):
 
 
 def assert_same(weighted, repeated):
-    np.testing.assert_allclose(weighted.pip_, repeated.pip_, atol=1e-8)
-    np.testing.assert_allclose(weighted.coef_, repeated.coef_, atol=1e-8)
-    np.testing.assert_allclose(weighted.coef_sd_, repeated.coef_sd_, atol=1e-8)
+    assert_equal_fits(weighted, repeated, "pip_ coef_ coef_sd_", atol=1e-8)
     assert weighted.log_evidence_ == pytest.approx(repeated.log_evidence_, abs=1e-6)
     for one, other in zip(weighted.credible_sets_, repeated.credible_sets_, strict=True):
         assert (one.features, one.probability) == (other.features, other.probability)
@@ -57,17 +55,6 @@ def test_sampled_rows_are_repeated(kind):
     y = observed(kind, eta, rng)
     weighted, repeated = both(kind, y, x, rng.integers(1, 4, 40), groups=of, method="tempered")
     np.testing.assert_allclose(weighted.pip_, repeated.pip_, atol=1e-6)
-
-
-def test_arviz_repeats_the_rows():
-    """Of whole weights; fractions cannot be repeated."""
-    _, x, eta, rng = grouped(3, 30)
-    weight = rng.integers(0, 3, 30)
-    weighted, repeated = both(SpikeSlabRegressor, eta + rng.normal(size=30), x, weight)
-    found, wanted = (model.to_arviz()["log_likelihood"]["y"].values for model in (weighted, repeated))
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
-    with pytest.raises(ValueError, match="Expected whole weights"):
-        SpikeSlabRegressor(random_state=0).fit(x, eta, sample_weight=weight + 0.5).to_arviz()
 
 
 @pytest.mark.parametrize(("total", "noise"), [(1.5, None), (1.0, 0.5), (0.3, 0.5)])

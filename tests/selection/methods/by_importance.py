@@ -18,7 +18,9 @@ def references(
     *,
     intercept=True,
     shown=np.exp,
+    gate_of=None,
     rate=(1.0, None),
+    slab=None,
     slab_unit=1.0,
     size=1024,
     nodes=16,
@@ -26,18 +28,22 @@ def references(
 ):
     """Of standardised features, with an intercept that is normal with deviation 10, or without one.
 
+    The rate is a number, or has a Beta prior; a slab scale that is not known is half-normal.
+
     ``log_density`` is that of observations and d = ``parameters`` numbers theta, of linear predictors of shape
     ``(S, n, K)`` and theta ``(S, d)``. Returns P(z = 1), the means of coefficients ``(p, K)`` and of ``shown(theta)``.
     """
     n, p = x.shape
-    gates = np.array(list(itertools.product([False, True], repeat=p)))
+    gate_of = np.arange(p) if gate_of is None else np.array(gate_of)
+    gates = np.array(list(itertools.product([False, True], repeat=gate_of.max() + 1)))
     log_slabs = np.linspace(np.log(slab_unit) - 6.5, np.log(slab_unit) + 1.5, nodes)
     of_slab = stats.halfnorm(scale=slab_unit).logpdf(np.exp(log_slabs)) + log_slabs
-    beta_prior = rate[0], np.sqrt(p) if rate[1] is None else rate[1]
+    if slab is not None:
+        log_slabs, of_slab = np.log([slab]), np.zeros(1)
     weights, coefs, learned = [], [], []
-    for z in gates:
+    for of_gate in gates:
+        z, of_gates = of_gate[gate_of], _log_prior(of_gate, rate)
         count = z.sum()
-        of_gates = special.betaln(beta_prior[0] + count, beta_prior[1] + p - count) - special.betaln(*beta_prior)
         columns = np.hstack([x[:, z], np.ones((n, int(intercept)))])
         width = columns.shape[1] * outputs
         start = np.zeros(width + parameters)
@@ -62,16 +68,24 @@ def references(
                 log_weight = joint(points) - log_density_of_white + np.log(np.diag(root)).sum()
                 share = special.softmax(log_weight)
                 centre = share @ points
-                spread = np.cov(points.T, aweights=share, ddof=0)
+                spread = np.atleast_2d(np.cov(points.T, aweights=share, ddof=0))
             evidence = special.logsumexp(log_weight) - np.log(len(points))
             mean = np.zeros((p, outputs))
             mean[z] = (share @ points[:, :width]).reshape(-1, outputs)[:count]
             weights.append(evidence + log_prior + of_gates)
             coefs.append(mean)
             learned.append(share @ shown(points[:, width:]))
-    share = special.softmax(np.array(weights)).reshape(len(gates), nodes)
+    share = special.softmax(np.array(weights)).reshape(len(gates), -1)
     pips = share.sum(1) @ gates
     return pips, *(np.tensordot(share.ravel(), np.array(part), 1) for part in (coefs, learned))
+
+
+def _log_prior(z, rate):
+    closed = len(z) - z.sum()
+    if not isinstance(rate, tuple):
+        return z.sum() * np.log(rate) + closed * np.log(1 - rate)
+    alpha, beta = rate[0], np.sqrt(len(z)) if rate[1] is None else rate[1]
+    return special.betaln(alpha + z.sum(), beta + closed) - special.betaln(alpha, beta)
 
 
 def _heavy_tailed(d, size, seed, df=6):

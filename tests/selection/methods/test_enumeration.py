@@ -130,19 +130,6 @@ def test_a_noise_scale_that_is_sure(n, size):
     assert found.item() == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("known", [{}, {"noise_scale": 1.0, "slab_scale": 0.5}], ids=["unknown", "known"])
-def test_draws_have_the_moments(known):
-    x, y = regression(40, 4, 4)
-    x[:, 2] = x[:, 0] + 0.3 * x[:, 2]
-    found = enumerate_posterior(problem_of(x, y, **known), draws=20000, seed=5)
-    beta = found.draws.coefficients.toarray()
-    error = 5 / math.sqrt(len(beta))
-    np.testing.assert_allclose(beta.mean(0), found.mean[:, 0], atol=error * found.sd.max())
-    np.testing.assert_allclose(beta.std(0), found.sd[:, 0], rtol=error * 2)
-    opened = np.bincount(found.draws.coefficients.indices, minlength=4) / len(beta)
-    np.testing.assert_allclose(opened, found.active_probs, atol=error / 2)
-
-
 def test_draws_given_the_scales():
     """One state: the distribution of residuals that conjugacy gives, standardised by each draw's own scales."""
     x, y = regression(15, 3, 6)
@@ -154,17 +141,6 @@ def test_draws_given_the_scales():
     mean = torch.cholesky_solve((x.T @ y)[:, None] / noise**2, root)
     white = root.mT @ (torch.from_numpy(draws.coefficients.toarray())[:, :, None] - mean)
     assert stats.kstest(white.flatten().numpy(), "norm").pvalue > 1e-3
-
-
-def test_a_wide_problem():
-    """More features than X'X is formed for: the blocks of the open ones alone are."""
-    x, y = regression(20, 1200, 8)
-    z = torch.zeros(3, 1200, dtype=torch.bool)
-    z[1, :2] = z[2, 5:9] = True
-    known = {"rate": 0.01, "slab_scale": 0.5, "noise_scale": 1.0}
-    narrow = GaussianEvidence(problem_of(x[:, :10], y, **known)).log_marginal(z[:, :10])
-    wide = GaussianEvidence(problem_of(x, y, **known)).log_marginal(z)
-    torch.testing.assert_close(wide - narrow, torch.full_like(wide, 1190 * math.log(0.99)), rtol=0, atol=1e-9)
 
 
 def test_difficult_data():
@@ -181,13 +157,3 @@ def test_difficult_data():
     np.testing.assert_allclose(zero.mean, 0.0, atol=1e-12)
     assert exact_posterior(x[:, :1], y, seed=0).active_probs.shape == (1,)
     assert np.isfinite(exact_posterior(x[:3, [0, 2, 3]], y[:3], seed=0).active_probs).all()
-
-
-def test_refusals():
-    x, y = regression(50, 4, 10)
-    with pytest.raises(ValueError, match="y to vary"):
-        enumerate_posterior(problem_of(x, torch.zeros_like(y)))
-    with pytest.raises(ValueError, match=r"shape \(S, 4\)"):
-        GaussianEvidence(problem_of(x, y)).log_marginal(torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="at least one observation"):
-        GaussianEvidence(problem_of(x[:0], y[:0]))

@@ -5,14 +5,8 @@ import pytest
 import torch
 from scipy import special, stats
 
-from pyro_l0.selection import (
-    SpikeSlabBinomialRegressor,
-    SpikeSlabClassifier,
-    SpikeSlabCox,
-    SpikeSlabPoissonRegressor,
-)
+from pyro_l0.selection import SpikeSlabBinomialRegressor, SpikeSlabClassifier, SpikeSlabCox, SpikeSlabPoissonRegressor
 from pyro_l0.selection.methods import enumeration, sampling
-from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.problem import Prior
 from tests.selection.families import named_problem
 
@@ -41,14 +35,21 @@ def by_quadrature(log_likelihood, slab, rate=1.0, intercept=10.0, most=40.0):
 
 
 def standardised(x, weight=None):
-    centre = np.average(x, weights=weight)
-    return (x - centre) / np.sqrt(np.average((x - centre) ** 2, weights=weight))
+    return (x - np.average(x, weights=weight)) / deviation(x, weight)
 
 
-def check(model, unit, expected):
-    pip, mean, sd, ends, log_evidence = expected
+def deviation(x, weight=None):
+    return np.sqrt(np.average((x - np.average(x, weights=weight)) ** 2, weights=weight))
+
+
+def check(kind, x, y, log_likelihood, rate, slab, *, method="auto", weight=None, extra=0.0, grid=None, **known):
+    """A slab of 10 is the default of what is always in; the evidence has an extra term, and trials weigh rows, too."""
+    scale = {"always_in_scale": None if slab == 10 else slab} if rate == 1 else {"slab_scale": slab}
+    model = kind(rate=rate, method=method, random_state=0, **scale).fit(x[:, None], y, weight, **known)
+    pip, mean, sd, ends, log_evidence = by_quadrature(log_likelihood, slab, rate, **(grid or {}))
+    unit = deviation(x, known.get("trials", weight))
     # Weighted draws of Laplace's approximation hardly reach a long tail; NaN where they are too few.
-    assert model.log_evidence_ == pytest.approx(log_evidence, abs=0.2) or np.isnan(model.log_evidence_)
+    assert model.log_evidence_ == pytest.approx(log_evidence + extra, abs=0.2) or np.isnan(model.log_evidence_)
     coef, found = np.ravel(model.coef_)[0] * unit, np.ravel(model.interval(0.9)) * unit
     assert model.pip_[0] == pytest.approx(pip, abs=0.05)
     assert coef == pytest.approx(mean, abs=MEAN * sd)
@@ -84,20 +85,17 @@ def log_logistic(s, successes, trials, offset):
 def test_an_arm_without_events(rate, slab, method):
     """Counts: 19.0 would be the mean by Laplace's approximation for 15.0, and [10.7, 27.2] for [5.5, 30.3]."""
     x, y = counts_of_two_arms()
-    scale = {"always_in_scale": slab} if rate == 1 else {"slab_scale": slab}
-    model = SpikeSlabPoissonRegressor(rate=rate, method=method, random_state=0, **scale).fit(x[:, None], y)
-    known = by_quadrature(log_poisson(x, y, np.ones(60), np.zeros(60)), slab, rate, most=60.0)
-    check(model, x.std(), known)
+    likelihood = log_poisson(x, y, np.ones(60), np.zeros(60))
+    check(SpikeSlabPoissonRegressor, x, y, likelihood, rate, slab, method=method, grid={"most": 60.0})
 
 
 def test_an_arm_without_events_with_exposures_and_weights():
     x, y = counts_of_two_arms(5)
     weight, exposure = np.tile([1.0, 3.0, 2.0], 20), np.tile([1.0, 2.0, 5.0, 1.0], 15)
     offset = np.log(exposure)
-    model = SpikeSlabPoissonRegressor(rate=1, random_state=0).fit(x[:, None], y, weight, offset=offset)
-    level = np.average(offset, weights=weight)
-    known = by_quadrature(log_poisson(x, y, weight, offset - level), 10.0, most=60.0)
-    check(model, np.sqrt(np.average((x - np.average(x, weights=weight)) ** 2, weights=weight)), known)
+    likelihood = log_poisson(x, y, weight, offset - np.average(offset, weights=weight))
+    known = {"weight": weight, "offset": offset, "grid": {"most": 60.0}}
+    check(SpikeSlabPoissonRegressor, x, y, likelihood, 1.0, 10.0, **known)
 
 
 @pytest.mark.parametrize("method", ["enumerate", "tempered"])
@@ -107,9 +105,8 @@ def test_separated_labels(rate, slab, method):
     rng = np.random.default_rng(0)
     y = (rng.random(40) < 0.5).astype(float)
     x = y + 0.05 * rng.normal(size=40)
-    scale = {"always_in_scale": slab} if rate == 1 else {"slab_scale": slab}
-    model = SpikeSlabClassifier(rate=rate, method=method, random_state=0, **scale).fit(x[:, None], y)
-    check(model, x.std(), by_quadrature(log_logistic(standardised(x), y, np.ones(40), np.zeros(40)), slab, rate))
+    likelihood = log_logistic(standardised(x), y, np.ones(40), np.zeros(40))
+    check(SpikeSlabClassifier, x, y, likelihood, rate, slab, method=method)
 
 
 def test_separated_successes_with_an_offset():
@@ -117,12 +114,9 @@ def test_separated_successes_with_an_offset():
     rng = np.random.default_rng(1)
     x, trials, offset = np.repeat([-1.0, 1.0], 6), rng.integers(1, 4, size=12), rng.normal(size=12)
     y = np.where(x > 0, trials, 0)
-    model = SpikeSlabBinomialRegressor(rate=1, random_state=0).fit(x[:, None], y, trials=trials, offset=offset)
-    choices = np.log(special.comb(trials, y)).sum()
-    s, unit = standardised(x, trials), np.sqrt(np.average((x - np.average(x, weights=trials)) ** 2, weights=trials))
-    level = np.average(offset, weights=trials)
-    *known, log_evidence = by_quadrature(log_logistic(s, y, trials, offset - level), 10.0)
-    check(model, unit, (*known, log_evidence + choices))
+    likelihood = log_logistic(standardised(x, trials), y, trials, offset - np.average(offset, weights=trials))
+    known = {"trials": trials, "offset": offset, "extra": np.log(special.comb(trials, y)).sum()}
+    check(SpikeSlabBinomialRegressor, x, y, likelihood, 1.0, 10.0, **known)
 
 
 @pytest.mark.parametrize(("n", "slab", "rate"), [(10, 10.0, 1.0), (10, 30.0, 0.5), (6, 10.0, 0.4)])
@@ -137,23 +131,7 @@ def test_a_feature_that_orders_the_events(n, slab, rate):
         eta = b * s + 0 * a
         return (eta - np.logaddexp.accumulate(eta, axis=1)).sum(1)[:, None]
 
-    scale = {"always_in_scale": slab} if rate == 1 else {"slab_scale": slab}
-    model = SpikeSlabCox(rate=rate, random_state=0, **scale).fit(x[:, None], time)
-    check(model, x.std(), by_quadrature(log_partial, slab, rate, intercept=0.0))
-
-
-def test_exact_posterior_is_exact():
-    """Of four labels, with both gates."""
-    x, y = np.array([[-2.0], [-1.0], [1.0], [2.0]]), np.array([0.0, 0.0, 1.0, 1.0])
-    found = exact_posterior(
-        x, y, family="bernoulli", rate=0.5, slab_scale=5.0, standardize=False, fit_intercept=False, seed=0
-    )
-    b = np.linspace(-30, 30, 6001)
-    likelihood = np.exp(-np.logaddexp(0, -np.abs(x) * b).sum(0)) * stats.norm.pdf(b, scale=5.0)
-    odds = likelihood.sum() * 0.01 / 2.0**-4
-    mean = (likelihood @ b) / likelihood.sum() * odds / (1 + odds)
-    assert found.active_probs[0] == pytest.approx(odds / (1 + odds), abs=0.05)
-    assert found.mean[0, 0] == pytest.approx(mean, abs=MEAN * found.sd[0, 0])
+    check(SpikeSlabCox, x, time, log_partial, rate, slab, grid={"intercept": 0.0})
 
 
 @pytest.mark.parametrize("method", ["enumerate", "tempered"])

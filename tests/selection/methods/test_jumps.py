@@ -1,19 +1,16 @@
 """Chains that jump between gate vectors, against importance sampling of each, and where nothing else is sure."""
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 import torch
+from scipy import special, stats
 
 from pyro_l0.selection import SpikeSlabPoissonRegressor
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods import sampling as expanded_sampling
 from pyro_l0.selection.methods.exact_chains import JumpingChains
-from pyro_l0.selection.methods.laplace_evidence import LaplaceEvidence
-from tests.maths.spike_and_slab import seeded
 from tests.selection.families import design_of
+from tests.selection.methods.by_importance import references
 from tests.selection.methods.closed_start import closed
 
 
@@ -25,36 +22,10 @@ def counts(n, p, seed, most=10**9):
     return x, np.minimum(rng.poisson(np.exp(0.5 + x @ beta)), most).astype(float), beta
 
 
-def by_importance(problem, size=10_000, tails=5):
-    """P(z = 1), for a known slab scale.
-
-    Every gate vector's evidence is a mean over draws of a t around its mode, which is right however far Laplace is.
-    """
-    z = torch.tensor(list(itertools.product([0.0, 1.0], repeat=problem.gates)), dtype=torch.float64)
-    slab = problem.prior.slab_scale
-    fit = LaplaceEvidence(problem).fit(z.bool(), torch.full((len(z),), slab, dtype=torch.float64))
-    log_evidence, generator = torch.zeros(len(z), dtype=torch.float64), seeded(5)
-    for batch, found in fit.parts:
-        for row, features, mean, root in zip(batch.rows, batch.open, found.mean, found.root, strict=True):
-            white = torch.randn(size, len(root), generator=generator, dtype=torch.float64)
-            scale = torch.randn(size, tails, generator=generator, dtype=torch.float64).square().mean(1).sqrt()
-            white = 0.7 * white / scale[:, None]
-            white = torch.cat([white, -white])
-            beta = mean + torch.linalg.solve_triangular(root.mT, white.T, upper=True).T.view(-1, *mean.shape)
-            columns = torch.ones(len(problem.x), len(mean), dtype=torch.float64)
-            columns[:, : len(features)] = problem.x[:, features]
-            deviation = torch.full((len(mean), 1), problem.prior.intercept_scale, dtype=torch.float64)
-            deviation[: len(features)] = slab
-            prior = torch.distributions.Normal(0.0, deviation).log_prob(beta).sum((1, 2))
-            log_joint = problem.likelihood.value(columns @ beta) + prior
-            k = len(root)
-            log_q = math.lgamma(0.5 * (tails + k)) - math.lgamma(0.5 * tails)
-            log_q = log_q - 0.5 * k * math.log(0.49 * tails * math.pi)
-            log_q = log_q + root.diagonal().log().sum()
-            log_q = log_q - 0.5 * (tails + k) * (white.square().sum(1) / (0.49 * tails)).log1p()
-            log_evidence[row] = (log_joint - log_q).logsumexp(0) - math.log(2 * size)
-    prior = problem.prior.gates().log_prob(z)
-    return ((log_evidence + prior).softmax(0) @ z).numpy()
+def log_density(family, y, eta):
+    if family == "poisson":
+        return stats.poisson.logpmf(y, np.exp(eta[..., 0])).sum(1)
+    return special.log_softmax(eta, axis=2)[:, np.arange(len(y)), y.astype(int)].sum(1)
 
 
 def labels_of_three(seed):
@@ -73,15 +44,14 @@ def test_importance_sampling(family, groups, monkeypatch):
     """From closed gates; five standard errors, and that of importance sampling."""
     monkeypatch.setattr(exact_chains, "_ROUNDS", 4)
     if family == "categorical":
-        x, y = labels_of_three(2)
+        (x, y), slab = labels_of_three(2), 3.0
         x = x[:, : 2 if groups is None else 3]
-        known = {"slab_scale": 3.0, "rate": 0.5}
     else:
-        x, y, _ = counts(12, 3, seed=6)
-        known = {"slab_scale": 0.7, "rate": 0.5}
+        (x, y, _), slab = counts(12, 3, seed=6), 0.7
     gate_of = None if groups is None else np.array(groups)
-    problem = design_of(x, y, family, gate_of=gate_of, **known).problem
-    exact = by_importance(problem)
+    problem = design_of(x, y, family, gate_of=gate_of, slab_scale=slab, rate=0.5).problem
+    options = {"gate_of": groups, "rate": 0.5, "slab": slab, "size": 4096}
+    exact, *_ = references(problem.x.numpy(), lambda eta, _: log_density(family, y, eta), 0, problem.outputs, **options)
     found = closed(JumpingChains, problem).posterior(0.0, 2000, 0.0)
     assert ((exact > 0.05) & (exact < 0.95)).any()
     assert found.error.max() < 0.02

@@ -9,10 +9,9 @@ from scipy import integrate, stats
 
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import JumpingChains
-from pyro_l0.selection.predictive import log_likelihood
-from pyro_l0.selection.problem import Draws, Prior
+from pyro_l0.selection.problem import Prior
 from tests.maths.spike_and_slab import seeded
-from tests.selection.families import family_of, named_problem
+from tests.selection.families import named_problem
 from tests.selection.methods.by_importance import references
 from tests.selection.methods.closed_start import closed
 
@@ -170,20 +169,6 @@ def test_mode_of_the_parameters(family):
     curvature = -torch.stack([rows[i, :, i] for i in range(3)]).mean(0)
     spread = found.spread(eta)
     torch.testing.assert_close(spread.T @ spread, torch.linalg.inv(curvature))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_likelihoods_of_draws(family):
-    """Those for arviz are of each draw's own parameters."""
-    given = problem(family)
-    by_scipy, _, shown = FAMILIES[family]
-    theta = np.array([[-1.0, 0.3], [0.5, -0.2]])[:, : given.likelihood.theta.shape[1]]
-    eta = np.random.default_rng(0).normal(size=(2, 40, given.outputs))
-    empty = np.full(2, np.nan)
-    learned = shown(theta)
-    draws = Draws(None, None, empty, learned.pop("noise_scale", empty), empty, learned)
-    found = log_likelihood(family_of(family, given.y), eta, given.y.numpy(), draws)
-    np.testing.assert_allclose(found.reshape(2, 40, -1).sum(2), by_scipy(given.y.numpy(), eta, theta), rtol=1e-8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
