@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyro_l0 import prune
 from pyro_l0.compaction import compact, compact_zeros
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import L0Gate, NetworkGates, fix_gates, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkGates, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.pruning.phases import Training
 from tests.bench import fuzz_copies
@@ -407,19 +407,6 @@ def test_gates_of_dead_units_and_of_units_that_are_compared_act(how):
     with torch.no_grad():
         network.a.bias.fill_(-100.0 if how == "dead" else 0.1)
     insert_gates(network, {"act": L0Gate(4)}, x)
-
-
-def test_heads_that_change_no_output():
-    class Bypassed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x):
-            return x + 0 * self.attention(x, x, x)[0]
-
-    with pytest.raises(ValueError, match=r"closing gate 'attention\.out_proj\.gate' changes no output"):
-        gate_heads(Bypassed(), {"attention.out_proj": 2}, torch.randn(2, 3, 8))
 
 
 def test_network_gates_that_no_call_reaches():

@@ -10,7 +10,7 @@ from pyro_l0.infer import AutoGate
 from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
 from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.square_norms import square_norms
-from tests.compaction.networks import Model, started
+from tests.compaction.networks import started
 from tests.networks import Net
 
 
@@ -40,11 +40,6 @@ def close(model, guide, shrinker, x, closed):
 def vectors(seed=0):
     torch.manual_seed(seed)
     return torch.randn(5, 3, dtype=torch.float64)
-
-
-def images():
-    torch.manual_seed(1)
-    return torch.randn(2, 3, 6, 6, dtype=torch.float64)
 
 
 def residual():
@@ -132,19 +127,6 @@ def test_weights_that_are_computed_or_shared(kind):
         assert net[3].weight is net[0].weight
 
 
-def test_a_guide_without_a_gate_is_refused_at_once():
-    x = vectors()
-    model = Model(nn.Sequential(nn.Linear(3, 4), L0Gate(4)).double())
-    guide, other = AutoGate(model), AutoGate(Model(L0Gate(3)))
-    other(x)
-    optimiser = torch.optim.Adam(model.parameters())
-    name_gates(model)
-    with pytest.raises(ValueError, match=r"it has none for \['net.1'\]"):
-        Shrinker(model.net, other, x, optimiser)
-    with pytest.raises(ValueError, match="call it once"):
-        Shrinker(model.net, guide, x, optimiser)
-
-
 def test_an_optimiser_with_other_shapes_is_refused():
     x = vectors()
     model, guide, optimiser, shrinker = started(
@@ -156,13 +138,6 @@ def test_an_optimiser_with_other_shapes_is_refused():
     with pytest.raises(ValueError, match=r"'row_var' of Adafactor has \(4, 1\) for \(4, 3\); train with Adam"):
         shrinker.step()
     assert model.net[0].out_features == 4
-
-
-def test_two_gates_of_one_name_are_refused():
-    block = nn.Sequential(L0Gate(3), nn.Linear(3, 2))
-    name_gates(block)
-    with pytest.raises(ValueError, match="two are called '0'"):
-        fix_gates(nn.Sequential(L0Gate(2), nn.Linear(2, 3), block), {"0": torch.ones(3)})
 
 
 class Flattened(nn.Module):

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, reduce_norm
-from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import operations, record, rule
 from pyro_l0.nn.engine.sizes import are_sizes
@@ -151,20 +149,6 @@ def test_compact_networks_are_exported(make, how):
         small._forward_pre_hooks.clear()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in small.modules())
     torch.testing.assert_close(EXPORTS[how](small, x)(x), small(x), rtol=1e-4, atol=1e-5)  # float32 kernels
-
-
-def test_plans_of_other_networks_are_refused():
-    """By the name of what does not fit."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), L0Gate(4), nn.Linear(4, 2))
-    found = compact(net, {"2": torch.tensor([1.0, 0.0, 0.0, 1.0])}, torch.ones(2, 3)).plan
-    for other, message in (
-        (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), L0Gate(4), nn.Linear(4, 2)), "no '0.weight' of the plan's size"),
-        (nn.Sequential(nn.ReLU()), "it has no '2' of the plan's size"),
-        (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "it has no '2'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            apply_plan(other, found)
-    assert Plan.from_json(found.to_json()) == found
 
 
 def halves(parts, sizes):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import L0Gate, insert_gates, suggest_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.sizes import Holder
@@ -101,15 +100,6 @@ def test_an_integer_is_one_size():
     assert small.out.in_features == 8
 
 
-def projection():
-    """A matrix with its inputs and outputs of one number, of which the module holds the latter."""
-    return Net(
-        lambda net, x: (x.reshape(-1, x.shape[-1]) @ net.weight).view(*x.shape[:-1], net.number),
-        number=6,
-        weight=nn.Parameter(torch.randn(6, 6)),
-    )
-
-
 def heads_of(net, x, size):
     """Attention of which the code takes the width from elsewhere."""
     batch, time, width = size
@@ -191,19 +181,3 @@ def test_sizes_in_code_fit_or_units_stay(name):
         assert small.certificate < 1e-12
     assert (network.heads, network.width, network.sizes) == (2, 8, [8, 8, 8])
     assert type(network.width) is int
-
-
-class Picky(nn.Module):
-    """Asks for a number of units that operations do not tell."""
-
-    def forward(self, x):
-        if len(x.mT) % 4:
-            raise RuntimeError("a multiple of four")
-        return x
-
-
-def test_a_refusal_says_which_gates_to_open():
-    network = nn.Sequential(nn.Linear(3, 8), L0Gate(8), Picky(), nn.Linear(8, 6), nn.ReLU(), L0Gate(6), nn.Linear(6, 1))
-    gates = {"1": torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1]), "5": torch.tensor([1.0, 0, 0, 1, 1, 1])}
-    with pytest.raises(CompactionError, match=r"line \d+ of .*can be cut with all gates of '1' open"):
-        compact(network, gates, torch.randn(4, 3))

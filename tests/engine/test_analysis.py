@@ -8,34 +8,9 @@ from torch import nn
 
 from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.engine import analyse, record
-from pyro_l0.nn.gate import name_gates
 from tests.engine import own_operation
 from tests.engine.exactness import Between, close_some, examine, shake
 from tests.networks import Net
-
-
-class Bottleneck(nn.Module):
-    """A residual block of a convolutional network."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.one, self.two = nn.Conv2d(16, width, 1), nn.Conv2d(width, width, 3, 1, 1)
-        self.three = nn.Conv2d(width, 16, 1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.BatchNorm2d(16)])
-        self.gates = nn.ModuleList([L0Gate(width, dim=1), L0Gate(width, dim=1)])
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        h = self.gates[0](self.relu(self.norms[0](self.one(x))))
-        h = self.norms[2](self.three(self.gates[1](self.relu(self.norms[1](self.two(h))))))
-        h += x
-        return self.relu(h)
-
-
-def residual():
-    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
-    head = nn.Sequential(L0Gate(16, dim=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
-    return nn.Sequential(stem, Bottleneck(8), Bottleneck(12), head)
 
 
 def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
@@ -131,18 +106,6 @@ def test_tensors_that_nobody_can_slice_stay():
     scale = torch.ones(8, dtype=torch.float64)
     analysis = examine(Between(lambda h: h * scale), torch.randn(2, 6, dtype=torch.float64))
     assert set(analysis.reasons["gate"].values()) == {"a tensor that is no parameter or buffer, at mul in the network"}
-
-
-def test_what_is_refused():
-    network = nn.Sequential(nn.Linear(6, 8), L0Gate(8), nn.Linear(8, 2))
-    name_gates(network)
-    recording = record(network, torch.ones(2, 6))
-    with pytest.raises(ValueError, match=r"Expected gates of the network, \['1'\], but got '2'"):
-        analyse(recording, {"2": torch.ones(8, dtype=torch.bool)})
-    with pytest.raises(TypeError, match="invert"):
-        analyse(recording, {"1": torch.ones(8)})
-    with pytest.raises(ValueError, match="broadcast"):
-        analyse(recording, {"1": torch.ones(7, dtype=torch.bool)})
 
 
 def test_a_rule_from_outside_takes_one_short_file():

@@ -6,7 +6,7 @@ from torch import nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, fix_gates, insert_gates, suggest_gates
 from tests.networks import Net
 
 CLOSED = (torch.arange(6) % 2 == 0).double()
@@ -98,16 +98,6 @@ def test_heads_for_training_alone():
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def branch():
-    """A residual branch of 4 x 6 and 6 x 4 weights, units with gates inside and one gate on the whole."""
-    return Net(
-        lambda net, x: net.leave(x + net.whole(net.body(x))),
-        body=nn.Sequential(nn.Linear(4, 6), nn.ReLU(), L0Gate(6), nn.Linear(6, 4)),
-        whole=L0Gate(1),
-        leave=nn.Linear(4, 2),
-    )
-
-
 class Branching(Gated):
     """Continues with one of two layers, as its units or its caller say."""
 
@@ -139,13 +129,6 @@ def test_parts_that_stay_whole_are_warned_of():
     assert compact(network, {"gate": CLOSED}, [x, (x, True)]).network.other.in_features == 3
 
 
-def test_numbers_that_are_not_finite():
-    torch.manual_seed(0)
-    network, x = Branching(asks_units=False).double(), example(3, 4)
-    with pytest.raises(CompactionError, match="the example holds some"):
-        compact(network, {"gate": CLOSED}, [(x * torch.nan, False), (x, True)])
-
-
 def test_lists_of_calls():
     """A module that every call of an example calls once is called at one place."""
     torch.manual_seed(0)
@@ -157,16 +140,6 @@ def test_lists_of_calls():
     assert nothing_left.startswith("no module without a gate behind which one would cut something")
     with pytest.raises(ValueError, match=r"output of '1', of shape \(3, 6\)"):
         insert_gates(network, {"1": L0Gate(5)}, ways)
-
-
-@pytest.mark.parametrize("ask", [NetworkCost, suggest_gates])
-def test_examples_that_no_network_takes(ask):
-    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    for wrong in (torch.ones(0, 4), [], (), (torch.ones(1, 4), 3), {"name": torch.ones(1, 4)}):
-        with pytest.raises(ValueError, match="Expected an example"):
-            ask(network, wrong)
-    with pytest.raises(TypeError, match=r"an nn\.Module, but got a value of type NoneType"):
-        ask(None, torch.ones(1, 4))
 
 
 def codebook():

@@ -126,26 +126,6 @@ def test_layers_of_all_kinds_are_counted(net, macs):
     assert NetworkCost(net, torch.zeros(4, 3, 2)).total_macs == macs
 
 
-@pytest.mark.parametrize("count", [NetworkCost, square_norms])
-def test_gates_of_another_number_are_refused(count):
-    with pytest.raises(ValueError, match="Expected 2 units in dimension 1 at gate 0, but got an input of shape"):
-        count(nn.Sequential(L0Gate(2, dim=1)), torch.zeros(4, 3, 2))
-
-
-def test_wrong_gate_values_are_refused():
-    """A missing site and a wrong size, by name."""
-    cost = NetworkCost(mlp((3, 2, 2)), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"one entry per gate site \['0', '3'\], but got \['0'\]"):
-        cost.weights({"0": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"gates\['3'\] of shape \(2,\), but got \(3,\)"):
-        cost.weights({"0": torch.ones(3), "3": torch.ones(3)})
-    with pytest.raises(ValueError, match="one entry per gate site"):
-        cost.weights([1.0])
-    for bad in (2.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"gates\['3'\] in \[0, 1\]"):
-            cost.weights({"0": torch.ones(3), "3": torch.tensor([1.0, bad])})
-
-
 @pytest.mark.parametrize(
     "look_up",
     [

@@ -221,17 +221,6 @@ def test_square_norms_of_all_layers():
     torch.testing.assert_close(square_norms(normed, torch.ones(1, 3))["0"](), normed[1].weight.square().sum(0))
 
 
-def test_square_norms_of_weights_that_are_computed_are_refused():
-    network = Net(
-        lambda net, x: F.linear(net.gate(x), net.linear.weight * net.mask),
-        gate=L0Gate(3),
-        linear=nn.Linear(3, 2),
-        mask=nn.Parameter(torch.ones(2, 3)),
-    )
-    with pytest.raises(ValueError, match=r"units of gate 'gate' that are read by parameters, .* 'the network'"):
-        square_norms(network, torch.ones(1, 3))
-
-
 class TwoReaders(nn.Module):
     """Hidden units that are read twice: for forty gated units, and for one more behind the same gates."""
 

@@ -5,11 +5,9 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.square_norms import square_norms
-from tests.networks import Net
 
 
 class Shaped(nn.Module):
@@ -39,29 +37,6 @@ def test_gates_in_front_of_features_that_become_maps_have_a_price():
         columns = conv.weight.square().sum([0, 2, 3])
         torch.testing.assert_close(norms[name](), columns.repeat_interleave(places[0] * places[1]))
         torch.testing.assert_close(norms.together([name]), norms[name]())
-
-
-def scale(size):
-    """A gate on the inputs of a weight."""
-    return Net(lambda net, weight: net.gate(weight), gate=L0Gate(size))
-
-
-@pytest.mark.parametrize("parametrisation", [L0Gate, scale])
-def test_a_gate_in_a_weight_parametrisation_is_refused(parametrisation):
-    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    parametrize.register_parametrization(network[2], "weight", parametrisation(3))
-    for count in (NetworkCost, square_norms):
-        with pytest.raises(
-            ValueError, match=r"gate '.*' \(module '2.parametrizations.weight.0(.gate)?'\) computes weights"
-        ):
-            count(network, torch.randn(2, 4))
-
-
-def test_a_gate_that_is_never_called_is_refused():
-    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    network[0].gate = L0Gate(3)
-    with pytest.raises(ValueError, match=r"gate '0.gate' \(module '0.gate'\) is never called"):
-        NetworkCost(network, torch.randn(2, 4))
 
 
 def test_group_sizes_of_gates_that_nothing_reads_are_refused():
