@@ -30,8 +30,7 @@ from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.heads import PlainAttention
 from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.nn.weights import fix_weights
-from tests.networks import Dense, Net
-from tests.nn.test_heads import attention
+from tests.networks import Attention, Dense, Net
 
 FUNCTIONS = {
     "insert_gates": lambda network: insert_gates(network, {"0": L0Gate(3)}),
@@ -136,7 +135,7 @@ def insert_twice(path):
 
 
 def heads(path, number, shared=False, **options):
-    net = nn.ModuleDict({"a": attention(), "conv": nn.Conv1d(6, 6, 1), "words": nn.Embedding(3, 4)})
+    net = nn.ModuleDict({"a": Attention(6, 2), "conv": nn.Conv1d(6, 6, 1), "words": nn.Embedding(3, 4)})
     net["torch"] = nn.MultiheadAttention(6, 2, **options)
     if shared:
         net["out"], net["b"] = net["a"].out, net["torch"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
-from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
 
@@ -336,51 +336,10 @@ def test_recurrent_units_that_are_others_too_are_coupled():
 # --- every gate that is suggested can be cut ------------------------------------------------------
 
 
-def width_of_the_input(net, x):
-    batch, length, width = (x := net.first(x)).shape
-    q, k, v = net.qkv(x).view(batch, length, 3, 2, -1).permute(2, 0, 3, 1, 4)
-    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)))
-
-
-def literal_heads(net, x):
-    q, k, v = net.qkv(net.first(x)).chunk(3, -1)
-    q, k, v = (y.reshape(*y.shape[:-1], 2, 8).transpose(1, 2) for y in (q, k, v))
-    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
-
-
 def pick(x):
     if x.stride(-2) not in (12, 16):  # a width that is not followed
         raise RuntimeError("another width")
     return x
-
-
-def checked_width(net, x):
-    return net.out(net.proj(pick(net.first(x).relu())).tanh())
-
-
-def literal_parts(net, x):
-    a, b, c = torch.split(net.qkv(net.first(x).relu()), [16, 16, 16], -1)
-    return net.out(net.proj(a) + b * c)
-
-
-@pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")
-@pytest.mark.parametrize("forward", [width_of_the_input, literal_heads, checked_width, literal_parts])
-def test_what_is_suggested_can_be_cut(forward):
-    """With other numbers closed than in the trial; what can't be cut is refused with what compaction says."""
-    torch.manual_seed(0)
-    layers = {"first": nn.Linear(3, 16), "qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16), "out": nn.Linear(16, 2)}
-    network, x = Net(forward, **layers).double().eval(), torch.randn(2, 5, 3).double()
-    suggested = suggest_gates(network, x)
-    assert suggested
-    assert suggested.in_the_way.items() <= suggested.refused.items()
-    assert all("Expected the network to run with fewer units" in why for why in suggested.in_the_way.values())
-    gated = gate_heads(insert_gates(network, suggested, x), suggested.heads)
-    for seed in range(4):
-        torch.manual_seed(seed)
-        gates = {site: (torch.rand(gate.size) < 0.3 + 0.1 * seed).double() for site, gate in gate_names(gated).items()}
-        for gate in gates.values():
-            gate[0] = 1.0
-        assert compact(gated, gates, x).certificate < 1e-10
 
 
 def test_sites_of_one_kind_are_tried_together(monkeypatch):
