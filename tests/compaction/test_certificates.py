@@ -13,7 +13,7 @@ from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.engine import rule
 from pyro_l0.nn.gate import gate_names
-from tests.networks import Net
+from tests.networks import Dense, Net
 
 GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
 
@@ -21,7 +21,7 @@ GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
 def dense(*middle, function=None):
     if function is None:
         return nn.Sequential(nn.Linear(6, 4), *middle, L0Gate(4), nn.Linear(4, 2))
-    return Net(function, a=nn.Linear(6, 4), g=L0Gate(4), b=nn.Linear(4, 2))
+    return Dense(function, a=(6, 4), g=4, b=(4, 2))
 
 
 @rule("spoiled::scale")
@@ -97,17 +97,20 @@ def test_the_passes_of_a_certificate(in_float64):
         compact(wrong, {"2": GATE}, x, **given)
 
 
+class Flag(torch.autograd.Function):
+    """The identity, with a gradient that is the larger the more units there are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.size = x.shape[-1]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.size
+
+
 def test_a_wrong_gradient_is_refused():
-    class Flag(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.size = x.shape[-1]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.size
-
     net = dense(function=lambda net, x: net.b(net.g(Flag.apply(net.a(x)))))
     with pytest.raises(CompactionError, match=r"by \d\.\d\de-01 of its largest output or gradient"):
         compact(net, {"g": GATE}, torch.randn(5, 6))
@@ -116,17 +119,17 @@ def test_a_wrong_gradient_is_refused():
 def test_the_modes_are_certified_one_by_one():
     """A part that differs in training mode is found there; one that draws random numbers can't be compared."""
 
-    def in_training(function):
-        return Net(lambda net, x: function(x) if net.training else x)
+    def certificate(function):
+        middle = Net(lambda net, x: function(x) if net.training else x)
+        return compact(dense(middle).double(), {"2": GATE.double()}, torch.randn(5, 6).double()).certificate
 
-    x, gates = torch.randn(5, 6).double(), {"2": GATE.double()}
     with pytest.raises(CompactionError, match="differs"):
-        compact(dense(in_training(lambda x: x * len(x.mT))).double(), gates, x)
-    found = compact(dense(in_training(lambda x: x + torch.randn_like(x))).double(), gates, x).certificate
+        certificate(lambda x: x * len(x.mT))
+    found = certificate(lambda x: x + torch.randn_like(x))
     assert (found.training_outputs, found.training_gradients) == (None, None)
-    found = compact(dense(in_training(torch.square)).double(), gates, x).certificate
-    assert max(found.training_outputs, found.training_gradients, found.outputs, found.gradients) < 1e-12
+    found = certificate(torch.square)
     assert found.largest == max(found.training_outputs, found.training_gradients, found.outputs, found.gradients)
+    assert found.largest < 1e-12
 
 
 def test_outputs_that_are_all_zero():
@@ -186,21 +189,12 @@ def test_larger_images_are_not_read_in_part(size):
 # ------------------------------------------------------------ dropout
 
 
-class DropPath(nn.Module):
-    """A branch per example, in training."""
-
-    def forward(self, x):
-        if not self.training:
-            return x
-        return x * (torch.rand(x.shape[0], 1) > 0.5)
-
-
 DROPOUTS = {
     "keywords": lambda net, h: F.dropout(h, p=0.4, training=net.training),
     "positions": lambda net, h: F.dropout(h, 0.4, net.training),
     "attribute": lambda net, h: F.dropout(h, net.p, training=net.training, inplace=True),
     "feature alpha": lambda net, h: F.feature_alpha_dropout(h, 0.5, net.training),
-    "of whole rows": lambda net, h: DropPath().train(net.training)(h),
+    "of whole rows": lambda net, h: h * (torch.rand(h.shape[0], 1) > 0.5) if net.training else h,
 }
 
 

@@ -14,7 +14,7 @@ from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn import L0Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import gate_names
-from tests.networks import Net
+from tests.networks import Dense, Net
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -68,8 +68,8 @@ FLATTEN = {
 def test_every_way_to_flatten(how):
     """Whole maps, and single features of a map that stays."""
     size = 3 if how == "mean" else 12
-    layers = dict(maps=L0Gate(3, dim=1), some=L0Gate(size), a=nn.Conv2d(1, 3, 3), b=nn.Linear(size, 2))
-    net = Net(lambda s, x: s.b(s.some(FLATTEN[how](s.maps(torch.relu(s.a(x)))))), **layers)
+    layers = dict(maps=L0Gate(3, dim=1), some=size, a=nn.Conv2d(1, 3, 3), b=(size, 2))
+    net = Dense(lambda s, x: s.b(s.some(FLATTEN[how](s.maps(torch.relu(s.a(x)))))), **layers)
     for features in (torch.ones(size), (torch.arange(size) % 2).float()):
         check(net, {"maps": torch.tensor([0.5, 0.0, 1.0]), "some": features}, torch.randn(2, 1, 4, 4))
 

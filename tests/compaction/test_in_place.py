@@ -37,25 +37,23 @@ class Mlp(nn.Module):
         return self.c(self.block(self.first(x)))
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.one, self.norm = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False), nn.BatchNorm2d(2 * width)
-        self.gate, self.two = L0Gate(2 * width, dim=1), nn.Conv2d(2 * width, width, 3, padding=1)
-
-    def forward(self, x):
-        return x + self.two(self.gate(F.relu(self.norm(self.one(x)))))
-
-
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem, self.blocks = nn.Conv2d(2, 3, 2, stride=2), nn.Sequential(Block(3), Block(3))
+        self.stem, self.blocks = nn.Conv2d(2, 3, 2, stride=2), nn.Sequential(residual_block(3), residual_block(3))
         self.head = nn.Linear(3, 3)
 
     def forward(self, x):
         x = self.blocks(self.stem(x.view(-1, 2, 2, 2)))
         return self.head(x.mean((2, 3)))
+
+
+def residual_block(width):
+    return Net(
+        lambda net, x: x + net.two(net.gate(F.relu(net.norm(net.one(x))))),
+        one=nn.Conv2d(width, 2 * width, 3, padding=1, bias=False), norm=nn.BatchNorm2d(2 * width),
+        gate=L0Gate(2 * width, dim=1), two=nn.Conv2d(2 * width, width, 3, padding=1),
+    )  # fmt: skip
 
 
 class Transformer(nn.Module):

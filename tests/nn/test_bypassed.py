@@ -11,7 +11,7 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.nn import L0Gate, fix_gates, insert_gates
 from pyro_l0.nn.gate import name_gates
-from tests.networks import Net
+from tests.networks import Dense
 
 # torch says so of the packed batches that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -79,7 +79,7 @@ def test_attributes_of_a_module_with_a_gate_are_read():
         assert net.a.out_features == 4
         return net.b(F.linear(x.to(net.a.weight.dtype), net.a.weight) + 0 * net.a(x))
 
-    network = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    network = Dense(forward, a=(3, 4), b=(4, 2))
     gated, x = insert_gates(network.double(), {"a": L0Gate(4)}), torch.randn(2, 3).double()
     gates = {"a.1": torch.tensor([1.0, 0.0, 1.0, 0.0]).double()}
     found = compact(gated, gates, x)
