@@ -39,16 +39,9 @@ def product(one, other):
     return Net(lambda net, x: F.silu(net.one(x)) * net.other(x), one=one, other=other)
 
 
-class Beside(nn.Module):
+def beside(dim, *branches):
     """Branches side by side."""
-
-    def __init__(self, dim, *branches):
-        super().__init__()
-        self.dim = dim
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x):
-        return torch.cat([branch(x) for branch in self.branches], self.dim)
+    return Net(lambda net, x: torch.cat([branch(x) for branch in net.branches], dim), branches=nn.ModuleList(branches))
 
 
 def repeated(layers):
@@ -108,7 +101,7 @@ class _Pieces:
             branches = product(self.layer(size, hidden), self.layer(size, hidden))
             return nn.Sequential(branches, L0Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
         if kind == "beside":
-            return Beside(self.dim, self.branch(size, 4), self.chain(size, 2)), size + 4
+            return beside(self.dim, self.branch(size, 4), self.chain(size, 2)), size + 4
         if kind == "repeated":
             return repeated(added(nn.Identity(), self.branch(size, size))), size
         return added(nn.Identity(), self.own(size)), size

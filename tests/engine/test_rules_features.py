@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import L0Gate
 from tests.engine.exactness import Between, examine
-from tests.networks import Net
+from tests.networks import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 
@@ -190,13 +189,7 @@ def test_attention_over_constants_varies():
         v = (net.gate(net.query(x))[:, None, :3] + net.values) * 1.0
         return net.out(F.scaled_dot_product_attention(q, q[:, :, :3], v)[:, 0])
 
-    network = Net(
-        forward,
-        query=nn.Linear(6, 4),
-        gate=L0Gate(4),
-        out=nn.Linear(4, 2),
-        values=nn.Parameter(torch.randn(1, 1, 3, 4)),
-    )
+    network = Dense(forward, query=(6, 4), gate=4, out=(4, 2), values=nn.Parameter(torch.randn(1, 1, 3, 4)))
     analysis = examine(network, torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
     assert not analysis.folds
     assert len(analysis.gates["gate"].behind) == 4

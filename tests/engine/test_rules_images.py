@@ -9,7 +9,7 @@ from pyro_l0.nn import L0Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.maps import VARIES
 from tests.engine.exactness import examine
-from tests.networks import Net
+from tests.networks import Dense, Net
 
 
 class Between(nn.Module):
@@ -61,15 +61,12 @@ def test_closed_channels_through_layers(name):
     assert not analysis.barriers
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_convolutions(transposed):
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_grouped_convolutions(kind):
     """Whole groups leave, or the same channels of every group; other channels stay."""
-    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     for units, leaves in (([0, 3], []), ([0, 1, 2, 3], [0, 1, 2, 3]), ([1, 5, 2, 6], [1, 2, 5, 6]), ([0], [])):
-        closed = {"gate": torch.zeros(8, dtype=torch.bool)}
-        closed["gate"][units] = True
-        network = Between(kind(8, 6, 3, groups=2, bias=False))
-        analysis = examine(network, images(), closed)
+        closed = {"gate": torch.isin(torch.arange(8), torch.tensor(units))}
+        analysis = examine(Between(kind(8, 6, 3, groups=2, bias=False)), images(), closed)
         assert analysis.removed["gate"].tolist() == leaves
         if leaves == [0, 1, 2, 3]:
             assert analysis.remaining["out.weight"][1].tolist() == [3, 4, 5]
@@ -94,28 +91,21 @@ def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
         assert len(analysis.folds) == bool(count)
 
 
-def test_weights_that_depend_on_the_input():
+@pytest.mark.parametrize("norm", [True, False])
+def test_weights_that_depend_on_the_input(norm):
     """What a varying weight, scale or shift makes of constants is no constant."""
 
-    class Conditional(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.one, self.gate, self.norm = nn.Conv2d(3, 8, 1), L0Gate(8, dim=1), norm
-            self.shift, self.out = nn.Linear(4, 8), nn.Conv2d(8, 2, 1)
+    def forward(net, x, condition):
+        h = net.gate(net.one(x))
+        if norm:
+            return net.out(F.batch_norm(h, h.new_zeros(8), h.new_ones(8), None, net.shift(condition)))
+        return F.conv2d(h + 1.0, net.shift(condition).view(1, 8, 1, 1))
 
-        def forward(self, x, condition):
-            h = self.gate(self.one(x))
-            if self.norm:
-                return self.out(F.batch_norm(h, h.new_zeros(8), h.new_ones(8), None, self.shift(condition)))
-            return F.conv2d(h + 1.0, self.shift(condition).view(1, 8, 1, 1))
-
-    for norm in (True, False):
-        network, example = Conditional(norm), (images(), torch.randn(4, dtype=torch.float64))
-        closed = {"gate": torch.tensor([True, False] * 4)}
-        recording = record(network.double(), example)
-        analysis = analyse(recording, closed, {"gate": (~closed["gate"]).double()})
-        assert not analysis.folds
-        assert not len(analysis.removed["gate"])
-        everything = analyse(recording, {"gate": torch.ones(8, dtype=torch.bool)})
-        output = recording.calls[0].outputs[0]
-        assert everything.maps.kind(output) == VARIES
+    network = Dense(forward, one=nn.Conv2d(3, 8, 1), gate=L0Gate(8, dim=1), shift=(4, 8), out=nn.Conv2d(8, 2, 1))
+    closed = {"gate": torch.tensor([True, False] * 4)}
+    recording = record(network.double(), (images(), torch.randn(4, dtype=torch.float64)))
+    analysis = analyse(recording, closed, {"gate": (~closed["gate"]).double()})
+    assert not analysis.folds
+    assert not len(analysis.removed["gate"])
+    everything = analyse(recording, {"gate": torch.ones(8, dtype=torch.bool)})
+    assert everything.maps.kind(recording.calls[0].outputs[0]) == VARIES

@@ -151,7 +151,9 @@ OUTPUTS = {
     "mask": (Net(lambda net, x: x * net.f(x).sigmoid(), f=convs(3, 3)), (2, 3, 6, 6)),
     "several": (Net(lambda net, x: {"sum": x + net.f(x), "parts": (x * net.g(x),)}, f=two(6, 6), g=two(6, 6)), (2, 6)),
     "turned": (Net(lambda net, x: (x + net.f(x.mT).mT).reshape(2, -1), f=two(6, 6)), (2, 6, 4)),
-    "some of its units": (Net(lambda net, x: (lambda h: (h[:, :3] + x, h[:, 3:].sum(1)))(net.f(x)), f=two(3, 6)), (2, 3)),
+    "some of its units": (
+        Net(lambda net, x: (lambda h: (h[:, :3] + x, h[:, 3:].sum(1)))(net.f(x)), f=two(3, 6)), (2, 3),
+    ),
     "read by a coefficient": (
         Net(lambda net, x: net.f(x) * (net.f(x) * net.s).sum(-1, keepdim=True) + 1, f=two(6, 3), s=weight(3)), (2, 6),
     ),
