@@ -14,6 +14,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
 from pyro_l0.nn import L0Gate, NetworkCost, NetworkGates, penalty
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.l0_gate import FAMILIES
+from tests.cases import first_by_default
 from tests.networks import Dense
 
 X, Y = torch.linspace(-2, 2, 8 * 6).view(8, 6).sin(), torch.arange(8) % 3
@@ -144,34 +145,32 @@ def test_the_price_beside_a_draw_is_that_of_the_gates_as_they_are(family):
             each.backward()
         return [p.grad for p in parameters]
 
-    expected = slopes(by_gates())
-    torch.testing.assert_close(slopes(net(X).sum() * 0 + penalty(net, prices)), expected)
+    close, expected = torch.testing.assert_close, slopes(by_gates())
+    close(slopes(net(X).sum() * 0 + penalty(net, prices)), expected)
     task = net(X).sum() * 0
-    torch.testing.assert_close(slopes(task, penalty(net, prices)), expected)
+    close(slopes(task, penalty(net, prices)), expected)
     task = net(X).sum() * 0
-    torch.testing.assert_close(slopes(penalty(net, prices), task), expected)
+    close(slopes(penalty(net, prices), task), expected)
     task.detach_()
-    torch.testing.assert_close(slopes(penalty(net, prices)), expected)
+    close(slopes(penalty(net, prices)), expected)
     net(X)
-    torch.testing.assert_close(slopes(penalty(net, prices), penalty(net, prices)), [2 * x for x in expected])
+    close(slopes(penalty(net, prices), penalty(net, prices)), [2 * x for x in expected])
     net(X)
     with torch.no_grad():
         assert not penalty(net, prices).requires_grad
         parameters[0].add_(1)
-    torch.testing.assert_close(penalty(net, prices), by_gates())
+    close(penalty(net, prices), by_gates())
     net.eval()(X)
-    torch.testing.assert_close(penalty(net, prices), by_gates())
+    close(penalty(net, prices), by_gates())
     net.train()(X)
     net[2].narrow(torch.arange(3))
-    torch.testing.assert_close(penalty(net, prices), by_gates())
+    close(penalty(net, prices), by_gates())
 
 
 # ------------------------------------------------------------ the tools of torch
 
 
-@pytest.mark.parametrize(
-    "family", [x if x == "hard_concrete" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES]
-)
+@pytest.mark.parametrize("family", first_by_default(sorted(FAMILIES, key="hard_concrete".__ne__)))
 def test_the_compiler_takes_it_whole(family):
     torch._dynamo.reset()
     net = network(L0Gate(10, family=family), L0Gate(7, family=family))
