@@ -78,9 +78,8 @@ def test_units_of_any_dimension(shape, dim, size):
 def test_the_prior_moves_with_the_network():
     gate = L0Gate(3, prior=HardConcrete(torch.zeros(3), torch.full((3,), 0.5)))
     gate.double()
-    assert (
-        poutine.trace(gate).get_trace(torch.ones(2, 3)).nodes["gate0"]["fn"].base_dist.log_alpha.dtype == torch.float64
-    )
+    prior = poutine.trace(gate).get_trace(torch.ones(2, 3)).nodes["gate0"]["fn"].base_dist
+    assert prior.log_alpha.dtype == torch.float64
 
 
 def test_fixed_gates_are_deterministic_and_leave_the_network():

@@ -72,9 +72,12 @@ def heads(net, x):
     return gate_heads(net, {"1.self_attn.out_proj": 4}, x)
 
 
-MLP = lambda: nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))  # noqa: E731
+def mlp():
+    return nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
 NETWORKS = {
-    "mlp": (MLP, (5,), suggested),
+    "mlp": (mlp, (5,), suggested),
     "residual": (lambda: images(Block(), Block()), (1, 6, 6), suggested),
     "checkpointed": (
         lambda: images(*(Block(lambda block, x: checkpoint(block, x, use_reentrant=False)) for _ in range(2))),
@@ -83,7 +86,7 @@ NETWORKS = {
     ),
     "heads": (encoder, (3, 5), heads),
     "heads and units": (encoder, (3, 5), lambda net, x: suggested(heads(net, x), x)),
-    "weights": (MLP, (5,), lambda net, x: gate_weights(net, "0", "2")),
+    "weights": (mlp, (5,), lambda net, x: gate_weights(net, "0", "2")),
     "tied": (tied, (5,), lambda net, x: insert_gates(net, {"1": L0Gate(8), "2.1": L0Gate(8)}, x)),
 }
 
