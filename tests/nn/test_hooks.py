@@ -16,19 +16,10 @@ from pyro_l0.nn.weights import fix_weights
 from tests.networks import Attention, Dense
 
 
-class Net(nn.Module):
+def forward(net, x):
     """Attention, and blocks inside of each other; it reads what a module with a gate is made of."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter, self.attention = nn.Linear(5, 8), Attention(8, 4)
-        inner = nn.Sequential(nn.Linear(8, 12), nn.ReLU())
-        self.blocks = nn.Sequential(inner, nn.Sequential(nn.Linear(12, 8), nn.Tanh()))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        h = self.enter(x.to(self.blocks[0][0].weight.dtype))
-        return self.head(self.blocks(h + self.attention(h))).mean(1)
+    h = net.enter(x.to(net.blocks[0][0].weight.dtype))
+    return net.head(net.blocks(h + net.attention(h))).mean(1)
 
 
 PLACES = {"blocks.0": 12, "blocks.0.0": 12, "blocks.1": 8}
@@ -42,7 +33,9 @@ def example():
 
 def plain():
     torch.manual_seed(0)
-    return Net().double()
+    inner, outer = nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Sequential(nn.Linear(12, 8), nn.Tanh())
+    layers = dict(enter=(5, 8), attention=Attention(8, 4), blocks=nn.Sequential(inner, outer), head=(8, 3))
+    return Dense(forward, **layers).double()
 
 
 def gated(net=None):
@@ -68,10 +61,8 @@ def test_every_name_and_attribute_stays():
     assert list(gate_names(found)) == list(SITES)
     state = {name: x for name, x in found.state_dict().items() if not name.startswith("l0_gates.")}
     assert list(state) == list(net.state_dict())
-    there = dict(found.named_modules())
-    assert {path: type(module) for path, module in net.named_modules()}.items() <= {
-        path: type(module) for path, module in there.items()
-    }.items()
+    kinds = [{path: type(module) for path, module in one.named_modules()} for one in (net, found)]
+    assert kinds[0].items() <= kinds[1].items()
     assert not hooks(net)
     x = example()
     ones = {site: torch.ones(size).double() for site, size in SITES.items()}
@@ -99,7 +90,7 @@ def test_a_compacted_network_is_plain():
     assert not hooks(small.network)
     assert not small.network._load_state_dict_pre_hooks
     assert [path for path, _ in small.network.named_modules()] == [path for path, _ in plain().named_modules()]
-    assert type(small.network) is Net
+    assert type(small.network) is Dense
     assert small.network.attention.qkv.out_features == 12
     net = insert_gates(plain(), {"head": L0Gate(3)})
     left = compact(net, {"head.1": torch.tensor([0.5, 1.0, 0.0]).double()}, example()).network
