@@ -95,11 +95,18 @@ def test_inputs_that_gates_cannot_multiply(make, x, error, message):
 
 ONES, NAN = torch.ones, float("nan")
 GATES = {"0": ONES(4), "2": ONES(3)}
+BELOW = {f"net.{name}": value for name, value in GATES.items()}
+GATE = {"gate": torch.tensor([1.0, 0.0, 0.5, 0.9])}
+ATTENTION, END = nn.MultiheadAttention(6, 2), nn.Linear(4, 2)
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 
 
 def gated():
     return nn.Sequential(L0Gate(4), nn.Linear(4, 3), L0Gate(3), nn.Linear(3, 2))
+
+
+def fixed():
+    return fix_gates(gated(), GATES)
 
 
 def cost(gates):
@@ -112,10 +119,10 @@ def analysed(closed):
     return analyse(record(network, ONES(2, 6)), closed)
 
 
-def insert(path, gate):
-    return insert_gates(
-        nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4)), "decoder": nn.Linear(4, 3)}), {path: gate}
-    )
+def insert(path, gate=None):
+    recurrent = {"gru": nn.GRU(3, 3), "lstm": nn.LSTM(3, 4, proj_size=2), "attend": ATTENTION}
+    network = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4)), "decoder": nn.Linear(4, 3)} | recurrent)
+    return insert_gates(network, {path: L0Gate(4) if gate is None else gate})
 
 
 def insert_both(paths, example=None, network=None):
@@ -175,6 +182,11 @@ def picky(s, x):
     return s.c(s.last(torch.relu(s.b(h))))
 
 
+def picked():
+    gates = {"gate": (torch.arange(8) != 1).float(), "last": torch.tensor([1.0, 0, 0, 1, 1, 1])}
+    return compact(Dense(picky, a=(6, 8), gate=8, b=(8, 6), last=6, c=(6, 1)), gates, X)
+
+
 def infinite():
     network = nn.Sequential(nn.Linear(6, 4), L0Gate(4), nn.Linear(4, 2))
     nn.init.constant_(network[2].bias, NAN)
@@ -187,12 +199,16 @@ def apply_to(*layers):
     return apply_plan(nn.Sequential(*layers), compact(network, {"2": torch.tensor([1.0, 0, 0, 1])}, ONES(2, 3)).plan)
 
 
-def steps(s, x):
+def looped():
     """Draws its gates before a loop."""
-    z, h = s.gate(), x.new_zeros(len(x), 8)
-    for t in range(x.shape[1]):
-        h = z * s.cell(x[:, t], h)
-    return h.sum(1)
+
+    def steps(s, x):
+        z, h = s.gate(), x.new_zeros(len(x), 8)
+        for t in range(x.shape[1]):
+            h = z * s.cell(x[:, t], h)
+        return h.sum(1)
+
+    return Dense(steps, cell=nn.GRUCell(4, 8), gate=8)
 
 
 def plain():
@@ -226,6 +242,7 @@ def two_of_one_name():
     return fix_gates(nn.Sequential(L0Gate(2), nn.Linear(2, 3), block), {"0": ONES(3)})
 
 
+LINE = r"line \d+ of test_refusals.py"
 COMPUTES = r"gate '.*' \(module '2.parametrizations.weight.0(.gate)?'\) computes weights"
 REFUSALS = [
     # Gates and what they are called on.
@@ -248,21 +265,13 @@ REFUSALS = [
     # Names and values.
     (lambda: fix_gates(gated(), {"0": ONES(4)}), ValueError, "no value for '2'"),
     (lambda: fix_gates(gated(), {**GATES, "5": ONES(1)}), ValueError, "no layer for '5'"),
-    (
-        lambda: fix_gates(gated(), {f"net.{name}": value for name, value in GATES.items()}),
-        ValueError,
-        r"no value for '0', '2' and no layer for .* \(the paths start at different modules; name_gates",
-    ),
+    (lambda: fix_gates(gated(), BELOW), ValueError, r"'0', '2' and no layer .* at different modules; name_gates"),
     (lambda: fix_gates(gated(), {**GATES, "2": ONES(2)}), ValueError, r"gates\['2'\] of shape \(3,\), but got \(2,\)"),
     (lambda: fix_gates(gated(), {**GATES, "2": ONES(3) * 1.5}), ValueError, r"gates\['2'\] in \[0, 1\]"),
     (lambda: fix_gates(gated(), {**GATES, "2": ONES(3) * NAN}), ValueError, r"gates\['2'\] in \[0, 1\]"),
     (lambda: fix_gates(gated(), {**GATES, "2": [1.0] * 3}), TypeError, r"gates\['2'\] to be a tensor, .* of type list"),
     (lambda: fix_gates(gated(), [ONES(5)]), TypeError, r"by site name, such as guide.test_gates\(\), but got a list"),
-    (
-        lambda: fix_gates(fix_gates(gated(), GATES), GATES),
-        ValueError,
-        r"no layer for '0', '2' \(gates of this network have been fixed",
-    ),
+    (lambda: fix_gates(fixed(), GATES), ValueError, r"no layer for '0', '2' \(gates of this network have been fixed"),
     (two_of_one_name, ValueError, "two are called '0'"),
     (lambda: penalty(gated(), {"0": 1.0}), ValueError, r"price for each of the gates \['0', '2'\], but got {'0': 1.0}"),
     (lambda: cost({"0": ONES(4)}), ValueError, r"one entry per gate site \['0', '2'\], but got \['0'\]"),
@@ -275,28 +284,16 @@ REFUSALS = [
     (lambda: analysed({"1": ONES(8)}), TypeError, "invert"),
     (lambda: analysed({"1": ONES(7).bool()}), ValueError, "broadcast"),
     # Places.
-    (lambda: insert("encodr", L0Gate(4)), ValueError, "inside of the network, but got 'encodr'; there are 'encoder'"),
-    (lambda: insert("x", L0Gate(4)), ValueError, "got 'x'; there are 'encoder', 'decoder'"),  # the outermost ones
+    (lambda: insert("encodr"), ValueError, "inside of the network, but got 'encodr'; there are 'encoder'"),
+    (lambda: insert("x"), ValueError, "got 'x'; there are 'encoder', 'decoder'"),  # the outermost ones
     (lambda: insert("encoder", 4), TypeError, r"gates\['encoder'\] to be an L0Gate, but got a value of type int"),
-    (
-        lambda: insert_gates(nn.TransformerEncoderLayer(8, 2, 16), {"self_attn.out_proj": L0Gate(8)}),
-        ValueError,
-        "nn.MultiheadAttention reads the weights of 'self_attn.out_proj'",
-    ),
-    (
-        lambda: insert_gates(nn.ModuleDict({"rnn": nn.GRU(3, 4)}), {"rnn": L0Gate(8)}),
-        ValueError,
-        r"L0Gate\(4\) for the hidden units of 'rnn'.*got L0Gate\(8",
-    ),
-    (
-        lambda: insert_gates(nn.ModuleDict({"rnn": nn.LSTM(3, 8, proj_size=2)}), {"rnn": L0Gate(8)}),
-        ValueError,
-        "without proj_size, but got proj_size=2",
-    ),
+    (lambda: insert("attend.out_proj"), ValueError, "nn.MultiheadAttention reads the weights of 'attend.out_proj'"),
+    (lambda: insert("gru"), ValueError, r"L0Gate\(3\) for the hidden units of 'gru'.*got L0Gate\(4"),
+    (lambda: insert("lstm"), ValueError, "without proj_size, but got proj_size=2"),
     (
         lambda: insert_twice("act"),
         ValueError,
-        r"'act' to be called on the same units each time.*'act' behind 'first' and at 'act' behind 'second'",
+        r"on the same units each .*'act' behind 'first' and at 'act' behind 'second'",
     ),
     (lambda: insert_twice("unused"), ValueError, r"'unused' to be called.*it is never called"),
     (lambda: insert_twice("blocks"), ValueError, r"'blocks' to be called.*it is never called"),
@@ -305,9 +302,9 @@ REFUSALS = [
     (lambda: insert_both(["same", "again"]), ValueError, "'same' and 'again' are one module"),
     (lambda: insert_both(["last"], network=insert_both(["last"])), ValueError, "'last' has one already"),
     (
-        lambda: suggest_gates(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), ONES(2, 4, dtype=torch.uint8)),
+        lambda: suggest_gates(plain(), ONES(2, 4).byte()),
         ValueError,
-        r"example that the network takes, .* got one of shape \(2, 4\) and dtype torch.uint8",
+        r"takes, .* of shape \(2, 4\) and dtype torch.uint8",
     ),
     # Gates on heads and on weights.
     (lambda: heads("a.o", 2), ValueError, r"dense layers inside of the network, but got 'a\.o'; there are 'a\.out'"),
@@ -323,33 +320,25 @@ REFUSALS = [
     (lambda: heads("torch.out_proj", 2, shared=True), ValueError, "it is at 'torch' and at 'b'"),
     (lambda: gate_heads(nn.MultiheadAttention(6, 2), {"out_proj": 2}), ValueError, "target name"),
     (unread_heads, ValueError, r"closing gate 'attention\.out_proj\.gate' changes no output"),
-    (
-        lambda: PlainAttention(nn.MultiheadAttention(6, 2))(*[ONES(1, 2, 6)] * 3, is_causal=True),
-        ValueError,
-        "attn_mask with is_causal=True",
-    ),
+    (lambda: PlainAttention(ATTENTION)(*[X[None]] * 3, is_causal=True), ValueError, "attn_mask with is_causal=True"),
     (lambda: gate_weights(nn.Linear(2, 1), ""), ValueError, "inside of the network, but got ''"),
     (lambda: gate_weights(tied(), "1"), ValueError, r"'0\.weight' and '1\.weight'; untie them"),
     (lambda: gate_weights(tied(), "2"), TypeError, "'2' is a LayerNorm"),
     (lambda: gate_weights(tied(), "5"), ValueError, "got '5'; there are '0', '1'"),
     (lambda: gate_weights(gate_weights(plain(), "0"), "0"), ValueError, "has them already"),
-    (
-        lambda: gate_weights(nn.TransformerEncoderLayer(4, 2), "self_attn.out_proj"),
-        ValueError,
-        r"is part of an nn\.MultiheadAttention",
-    ),
+    (lambda: gate_weights(nn.Sequential(ATTENTION), "0.out_proj"), ValueError, r"is part of an nn\.MultiheadAttention"),
     # Networks whose costs are not known.
     (lambda: NetworkCost(Dense(lambda s, x: x * s.gate(), gate=6), X), ValueError, r"takes its values by gate\(\)"),
     (
-        lambda: suggest_gates(Dense(steps, cell=nn.GRUCell(4, 8), gate=8), ONES(2, 3, 4)),
+        lambda: suggest_gates(looped(), ONES(2, 3, 4)),
         ValueError,
-        r"whose use can't be followed. Write .* gate\(h\) at each step of a loop",
+        r"can't be followed. Write .* gate\(h\) at each step of",
     ),
     (lambda: NetworkCost(with_gate_apart(), ONES(2, 4)), ValueError, r"'0.gate' \(module '0.gate'\) is never called"),
     (
         lambda: square_norms(masked(), ONES(1, 3)),
         ValueError,
-        r"units of gate 'gate' that are read by parameters, .* 'the network'",
+        "gate 'gate' that are read by parameters, .* 'the network'",
     ),
     (lambda: NetworkCost(units(2), torch.zeros(4, 3, 2)), ValueError, "Expected 2 units in dimension 1 at gate 0, but"),
     (
@@ -368,26 +357,13 @@ REFUSALS = [
         for wrong in (ONES(0, 4), [], (), (ONES(1, 4), 3), {"name": ONES(1, 4)})
     ),
     # Networks and examples that compaction can't take, the line of the code and what to do.
+    (lambda: compacted(GATE, function=added), CompactionError, rf"{LINE} \(return .*ones\(4\).* must match the size"),
     (
-        lambda: compacted({"gate": torch.tensor([1.0, 0, 0.5, 0.9])}, function=added),
+        lambda: compacted(GATE, function=literal, a=(6, 8), b=(8, 2)),
         CompactionError,
-        r"line \d+ of test_refusals.py \(return .*ones\(4\).* must match the size",
+        rf"{LINE} \(h = s.a\(x\).*shape '\[5, 2, 4\]' is invalid for input of size 30. Take sizes from the tensors",
     ),
-    (
-        lambda: compacted({"gate": torch.tensor([1.0, 0, 0.5, 0.9])}, function=literal, a=(6, 8), b=(8, 2)),
-        CompactionError,
-        r"line \d+ of test_refusals.py \(h = s.a\(x\).view\(len\(x\).*"
-        r"shape '\[5, 2, 4\]' is invalid for input of size 30. Take sizes from the tensors",
-    ),
-    (
-        lambda: compact(
-            Dense(picky, a=(6, 8), gate=8, b=(8, 6), last=6, c=(6, 1)),
-            {"gate": (torch.arange(8) != 1).float(), "last": torch.tensor([1.0, 0, 0, 1, 1, 1])},
-            X,
-        ),
-        CompactionError,
-        r"line \d+ of .*can be cut with all gates of 'gate' open",
-    ),
+    (picked, CompactionError, rf"{LINE}.*can be cut with all gates of 'gate' open"),
     (infinite, CompactionError, "NaN or infinite ones; see whether a parameter"),
     (lambda: compacted(x=[X * NAN, X]), CompactionError, "the example holds some"),
     (lambda: compact(lambda x: x, {}, X), TypeError, "network to be a torch module, but got a value of type function"),
@@ -397,27 +373,15 @@ REFUSALS = [
     (lambda: compacted(x=X.double()), RuntimeError, "must have the same dtype, but got Double and Float"),
     (lambda: compacted(a=nn.Linear(6, 4, device="meta")), ValueError, "meta device has none"),
     (lambda: compacted(a=nn.LazyLinear(4)), ValueError, "'a.weight' is lazy; call the"),
-    (
-        lambda: compact(nn.Sequential(nn.LSTM(3, 4), L0Gate(4), nn.Linear(4, 2)), {"1": ONES(4)}, ONES(2, 7, 3)),
-        TypeError,
-        r"tensor at gate 1, but got a tuple; .*nn\.LSTM",
-    ),
+    (lambda: compacted(a=nn.LSTM(6, 4)), TypeError, r"tensor at gate gate, but got a tuple; .*nn\.LSTM"),
     (lambda: compacted({}), ValueError, "no value for 'gate'"),
     (lambda: compacted({"gate": ONES(4), "x": ONES(4)}), ValueError, r"has \['gate'\].*no layer for 'x'"),
     (lambda: compacted({"gate": ONES(3)}), ValueError, r"gates\['gate'\] of shape \(4,\), but got \(3,\)"),
     (lambda: compacted({"gate": ONES(4) * NAN}), ValueError, r"gates\['gate'\] in \[0, 1\]"),
-    (
-        lambda: compact(fix_gates(gated(), GATES), {"0": ONES(4)}, ONES(2, 4)),
-        ValueError,
-        "no layer for '0' .gates of this network have been fixed",
-    ),
-    (
-        lambda: apply_to(nn.Linear(3, 3), nn.ReLU(), L0Gate(4), nn.Linear(4, 2)),
-        ValueError,
-        "no '0.weight' of the plan's size",
-    ),
+    (lambda: compact(fixed(), {"0": ONES(4)}, ONES(2, 4)), ValueError, "no layer for '0' .gates of .* have been fixed"),
+    (lambda: apply_to(nn.Linear(3, 3), nn.ReLU(), L0Gate(4), END), ValueError, "no '0.weight' of the plan's size"),
     (lambda: apply_to(nn.ReLU()), ValueError, "it has no '2' of the plan's size"),
-    (lambda: apply_to(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), ValueError, "it has no '2'"),
+    (lambda: apply_to(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), END), ValueError, "it has no '2'"),
     # Calls that are recorded.
     (lambda: record(nn.Linear(4, 4), 3), TypeError, "Expected an example that is a tensor, a tuple"),
     (lambda: record(Net(lambda s, x: "text"), ONES(2, 4)), ValueError, r"returns a tensor.* but got a str"),
