@@ -98,10 +98,8 @@ def test_what_a_function_holds_beside_the_network_is_shared():
     new = copied(network)
     new(torch.randn(2, 5))
     assert seen == [False]
-    assert (
-        teacher.weight
-        in [c.cell_contents for h in new.a._forward_hooks.values() for c in h.__closure__][-1].parameters()
-    )
+    held = [cell.cell_contents for hook in new.a._forward_hooks.values() for cell in hook.__closure__]
+    assert teacher.weight in held[-1].parameters()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # few steps

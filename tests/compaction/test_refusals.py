@@ -27,8 +27,8 @@ def Net(function, **layers):  # noqa: N802
     return networks.Net(function, **{"a": nn.Linear(6, 4), "gate": L0Gate(4), "b": nn.Linear(4, 2), **layers})
 
 
-def dense():
-    return Net(lambda net, x: net.b(net.gate(net.a(x))))
+def dense(**layers):
+    return Net(lambda net, x: net.b(net.gate(net.a(x))), **layers)
 
 
 def images(function):
@@ -59,10 +59,6 @@ def unpacked(net, x):
     return net.b(net.gate(net.a(x)).mean((2, 3)).view(rows, -1))
 
 
-def behind(layer):
-    return Net(lambda net, x: net.b(net.gate(net.a(x))), a=layer)
-
-
 def wrapped(function):
     """A function in front of the gate."""
     return Net(lambda net, x: net.b(net.gate(function(net.a(x)))))
@@ -82,10 +78,10 @@ def wrapped(function):
         (Net(shared, relu=nn.ReLU(), mid=nn.Linear(4, 4)), VECTORS),
         (images(unpacked), IMAGES),
         (images(lambda net, x: net.gate(net.a(x)).mean(1)), IMAGES),
-        (behind(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), VECTORS),
-        (behind(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))), VECTORS),
+        (dense(a=nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), VECTORS),
+        (dense(a=nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))), VECTORS),
         (dense(), SEQUENCES),
-        (behind(nn.Embedding(9, 4)), torch.tensor([[0, 3], [8, 2]])),
+        (dense(a=nn.Embedding(9, 4)), torch.tensor([[0, 3], [8, 2]])),
         (Net(lambda net, x: net.b(net.gate(torch.cat([net.a(x)[:, :2]] * 2, 1)))), VECTORS),
         (Net(lambda net, x: net.b(net.gate(net.a(x) * net.s)), s=nn.Parameter(torch.ones(4))), VECTORS),
         (Net(lambda net, x: net.b(net.gate(net.a(x / 255)))), (255 * VECTORS.sigmoid()).byte()),

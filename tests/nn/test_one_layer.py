@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyro_l0 import HardConcrete, prune
 from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.compaction import compact
-from pyro_l0.infer import L0_ELBO, AutoGate, factor
+from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import (
     Gate,
     L0Gate,
@@ -31,6 +31,7 @@ from pyro_l0.nn import (
 )
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.weights import fix_weights
+from tests.nn.test_l0_gate import Model
 
 
 class Block(nn.Module):
@@ -89,17 +90,6 @@ NETWORKS = {
     "weights": (mlp, (5,), lambda net, x: gate_weights(net, "0", "2")),
     "tied": (tied, (5,), lambda net, x: insert_gates(net, {"1": L0Gate(8), "2.1": L0Gate(8)}, x)),
 }
-
-
-class Model(nn.Module):
-    """A classifier as a model of Pyro."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, y):
-        factor("y", -F.cross_entropy(self.net(x), y, reduction="sum"))
 
 
 def data(shape):

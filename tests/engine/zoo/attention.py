@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate, gate_heads
-from tests.engine.zoo.entry import Entry
+from tests.engine.zoo.entry import Entry, normal
 from tests.networks import Dense, Net
 
 
@@ -150,10 +150,6 @@ def tokens(batch):
     return torch.randint(0, 20, (batch, 6))
 
 
-def sequence(size, length=5):
-    return lambda batch: torch.randn(batch, length, size)
-
-
 def input_width(size=12, heads=2):
     """Vision transformers': the attention is as wide as its input, whose units therefore stay behind their gate."""
 
@@ -181,23 +177,25 @@ ENTRIES = {
     "attention_separate": language_model(),
     "attention_fused": language_model(fused=True),
     "attention_fixed_views": language_model(fixed=True),
-    "causal_attention": Entry(causal_attention, sequence(12), shapes={"qkv.weight": (18, 12), "output.weight": (5, 6)}),
+    "causal_attention": Entry(
+        causal_attention, normal(5, 12), shapes={"qkv.weight": (18, 12), "output.weight": (5, 6)},
+    ),
     "encoder_heads": Entry(
-        encoder_heads, sequence(12),
+        encoder_heads, normal(5, 12),
         shapes={
             "layers.0.self_attn.q_proj.weight": (6, 12), "layers.0.self_attn.v_proj.weight": (6, 12),
             "layers.1.self_attn.out_proj.weight": (12, 6),
         },
     ),
     "attention_module": Entry(
-        attention_module, sequence(12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
+        attention_module, normal(5, 12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
     ),
     "vision_transformer": Entry(
-        vision_transformer, lambda batch: torch.randn(batch, 3, 8, 8),
+        vision_transformer, normal(3, 8, 8),
         shapes={"branches.0.qkv.weight": (24, 12), "branches.0.output.weight": (12, 8)},
     ),
     "input_width": Entry(
-        input_width, sequence(3), shapes={"first.weight": (6, 3), "qkv.weight": (36, 12), "output.weight": (6, 12)},
+        input_width, normal(5, 3), shapes={"first.weight": (6, 3), "qkv.weight": (36, 12), "output.weight": (6, 12)},
     ),
-    "linear_attention": Entry(linear_attention, sequence(12), shapes={"key.weight": (6, 12), "output.weight": (3, 6)}),
+    "linear_attention": Entry(linear_attention, normal(5, 12), shapes={"key.weight": (6, 12), "output.weight": (3, 6)}),
 }  # fmt: skip

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.entry import Entry, second_half
+from tests.engine.zoo.entry import Entry, normal, second_half
 from tests.networks import Net
 
 
@@ -121,10 +121,6 @@ def wavenet():
     return Net(forward, stem=nn.Conv1d(1, 8, 1), blocks=blocks, gate=L0Gate(4, dim=1), head=nn.Conv1d(4, 5, 1))
 
 
-def images(size=8, maps=3):
-    return lambda batch: torch.randn(batch, maps, size, size)
-
-
 def split_maps(half=5):
     """YOLO's: halves as large as an attribute says, the second one through more convolutions."""
 
@@ -149,31 +145,31 @@ def halving(channels=8):
 ENTRIES = {
     # Of the halves' units 3 and 2 are open; a zero is the third.
     "split_maps": Entry(
-        split_maps, images(), shapes={"first.weight": (5, 3, 1, 1), "middle.weight": (5, 3, 3, 3)},
+        split_maps, normal(3, 8, 8), shapes={"first.weight": (5, 3, 1, 1), "middle.weight": (5, 3, 3, 3)},
     ),
     "checked_width": Entry(
         lambda: nn.Sequential(nn.Conv2d(3, 8, 1), L0Gate(8, dim=1), halving(), L0Gate(8, dim=1), nn.Conv2d(8, 2, 1)),
-        images(), shapes={"2.conv.weight": (4, 4, 3, 3), "4.weight": (2, 4, 1, 1)},
+        normal(3, 8, 8), shapes={"2.conv.weight": (4, 4, 3, 3), "4.weight": (2, 4, 1, 1)},
     ),
-    "lenet": Entry(lenet, images(10, 1), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),
-    "padded_constants": Entry(padded_constants, images(), shapes={"0.weight": (3, 3, 3, 3)}),
+    "lenet": Entry(lenet, normal(1, 10, 10), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),
+    "padded_constants": Entry(padded_constants, normal(3, 8, 8), shapes={"0.weight": (3, 3, 3, 3)}),
     "mobilenet": Entry(
-        mobile_net, images(12),
+        mobile_net, normal(3, 12, 12),
         shapes={"blocks.0.filter.0.weight": (8, 1, 3, 3), "blocks.0.squeeze.weight": (4, 8, 1, 1)},
     ),
     "mobilenet_gate_behind": Entry(
-        lambda: mobile_net(gate_first=False), images(12),
+        lambda: mobile_net(gate_first=False), normal(3, 12, 12),
         shapes={"blocks.0.filter.0.weight": (16, 1, 3, 3), "blocks.0.project.0.weight": (8, 8, 1, 1)},
     ),
     "shufflenet": Entry(
-        shufflenet, images(6), shapes={"1.filter.weight": (3, 1, 3, 3), "2.wide.0.weight": (6, 3, 1, 1)},
+        shufflenet, normal(3, 6, 6), shapes={"1.filter.weight": (3, 1, 3, 3), "2.wide.0.weight": (6, 3, 1, 1)},
     ),
     "grouped": Entry(
-        grouped, images(), second_half,
+        grouped, normal(3, 8, 8), second_half,
         shapes={"0.weight": (4, 3, 1, 1), "3.weight": (4, 2, 3, 3), "6.weight": (5, 4, 1, 1)},
     ),
     "wavenet": Entry(
-        wavenet, lambda batch: torch.randn(batch, 1, 16),
+        wavenet, normal(1, 16),
         shapes={"blocks.1.signal.weight": (3, 8, 2), "blocks.1.sigmoid.weight": (3, 8, 2), "head.weight": (5, 2, 1)},
     ),
 }  # fmt: skip

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.convolutional import images
-from tests.engine.zoo.entry import Entry
+from tests.engine.zoo.entry import Entry, normal
 from tests.networks import Dense, Net
 
 
@@ -89,18 +88,15 @@ def times(size=8):
 
 
 ENTRIES = {
-    "times": Entry(times, lambda batch: torch.randn(batch, 1), shapes={"dense.weight": (6, 4)}),
+    "times": Entry(times, normal(1), shapes={"dense.weight": (6, 4)}),
     "unet": Entry(
-        unet, images(),
+        unet, normal(3, 8, 8),
         shapes={"up.weight": (6, 4, 2, 2), "merge.0.weight": (4, 8, 3, 3), "last.0.weight": (3, 7, 3, 3)},
     ),
     "super_resolution": Entry(
-        super_resolution, images(5, 1), shapes={"3.weight": (18, 4, 3, 3), "7.weight": (1, 2, 3, 3)},
+        super_resolution, normal(1, 5, 5), shapes={"3.weight": (18, 4, 3, 3), "7.weight": (1, 2, 3, 3)},
     ),
-    "style_network": Entry(
-        style_network, lambda batch: torch.randn(batch, 5),
-        shapes={"scale.weight": (4, 3), "head.weight": (3, 4, 1, 1)},
-    ),
+    "style_network": Entry(style_network, normal(5), shapes={"scale.weight": (4, 3), "head.weight": (3, 4, 1, 1)}),
     **{
         name: Entry(
             make,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.entry import Entry
+from tests.engine.zoo.entry import Entry, normal
 from tests.networks import Dense, Net
 
 
@@ -81,9 +81,7 @@ ENTRIES = {
         lambda batch: (torch.randint(0, 20, (batch, 4)), torch.randint(0, 5, (batch,)), torch.randn(batch, 3)),
         shapes={"category.weight": (5, 2), "deep.0.weight": (5, 9)},
     ),
-    "many_heads": Entry(
-        many_heads, lambda batch: torch.randn(batch, 6), shapes={"trunk.0.weight": (6, 6), "boxes.weight": (4, 6)},
-    ),
+    "many_heads": Entry(many_heads, normal(6), shapes={"trunk.0.weight": (6, 6), "boxes.weight": (4, 6)}),
     "factorisation": Entry(
         factorisation, lambda batch: torch.randint(0, 15, (batch, 4)), shapes={"factors.weight": (15, 4)},
     ),

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.entry import Entry
+from tests.engine.zoo.entry import Entry, normal
 from tests.networks import Dense, Net
 
 
@@ -78,21 +78,17 @@ def soft_experts(size=6, hidden=8, experts=4):
     return Dense(forward, router=(size, experts), expert_gate=experts, unit_gate=hidden, **weights)
 
 
-def _rows(*sizes):
-    return lambda batch: torch.randn(batch, *sizes)
-
-
 ENTRIES = {
-    "mlp": Entry(mlp, _rows(8), shapes={"0.weight": (8, 8), "3.weight": (6, 8), "6.weight": (3, 6), "3.bias": (6,)}),
-    "inputs_and_log_softmax": Entry(inputs_and_log_softmax, _rows(8), shapes={"1.weight": (3, 4), "4.weight": (4, 3)}),
-    "batch_norm": Entry(batch_norm, _rows(8), shapes={"0.weight": (5, 8), "3.weight": (5,), "4.weight": (3, 5)}),
-    "drops_units": Entry(drops_units, _rows(8), shapes={"layers.3.weight": (6, 8)}),
-    "data_dependent": Entry(data_dependent, _rows(6), shapes={"hidden.weight": (5, 6)}),
-    "swiglu": Entry(swi_glu, _rows(8), shapes={"gated.weight": (6, 8), "linear.weight": (6, 8)}),
-    "glu": Entry(glu, _rows(8), shapes={"hidden.weight": (10, 8), "output.weight": (3, 5)}),
-    "maxout": Entry(maxout, _rows(8), shapes={"pieces.weight": (15, 8), "output.weight": (3, 5)}),
+    "mlp": Entry(mlp, normal(8), shapes={"0.weight": (8, 8), "3.weight": (6, 8), "6.weight": (3, 6), "3.bias": (6,)}),
+    "inputs_and_log_softmax": Entry(inputs_and_log_softmax, normal(8), shapes={"1.weight": (3, 4), "4.weight": (4, 3)}),
+    "batch_norm": Entry(batch_norm, normal(8), shapes={"0.weight": (5, 8), "3.weight": (5,), "4.weight": (3, 5)}),
+    "drops_units": Entry(drops_units, normal(8), shapes={"layers.3.weight": (6, 8)}),
+    "data_dependent": Entry(data_dependent, normal(6), shapes={"hidden.weight": (5, 6)}),
+    "swiglu": Entry(swi_glu, normal(8), shapes={"gated.weight": (6, 8), "linear.weight": (6, 8)}),
+    "glu": Entry(glu, normal(8), shapes={"hidden.weight": (10, 8), "output.weight": (3, 5)}),
+    "maxout": Entry(maxout, normal(8), shapes={"pieces.weight": (15, 8), "output.weight": (3, 5)}),
     "soft_experts": Entry(
         # The router's softmax is over all experts, so that its rows stay.
-        soft_experts, _rows(6), shapes={"inner": (2, 6, 4), "outer": (2, 4, 6), "router.weight": (4, 6)},
+        soft_experts, normal(6), shapes={"inner": (2, 6, 4), "outer": (2, 4, 6), "router.weight": (4, 6)},
     ),
 }  # fmt: skip

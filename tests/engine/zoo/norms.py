@@ -6,8 +6,7 @@ from torch import nn
 
 from pyro_l0.nn import L0Gate
 from tests.engine.zoo.attention import feed_forward, rms_norm
-from tests.engine.zoo.convolutional import images
-from tests.engine.zoo.entry import Entry, second_half
+from tests.engine.zoo.entry import Entry, normal, second_half
 from tests.networks import Dense, Net
 
 
@@ -88,29 +87,25 @@ def position_gates():
     return Dense(forward, last=7, out=(7, 2), **layers)
 
 
-def _rows(batch):
-    return torch.randn(batch, 6)
-
-
 ENTRIES = {
     "layer_norm_between_gates": Entry(
-        lambda: normed_stream(nn.LayerNorm, behind=True), _rows,
+        lambda: normed_stream(nn.LayerNorm, behind=True), normal(6),
         shapes={"stem.weight": (6, 6), "norm.weight": (6,), "dense.inner.weight": (5, 6), "head.weight": (3, 6)},
     ),
     "rms_norm_between_gates": Entry(
-        lambda: normed_stream(nn.RMSNorm, behind=True), _rows,
+        lambda: normed_stream(nn.RMSNorm, behind=True), normal(6),
         shapes={"stem.weight": (6, 6), "norm.weight": (6,), "head.weight": (3, 6)},
     ),
     "rms_norm_behind_gate": Entry(
-        lambda: normed_stream(nn.RMSNorm, behind=False), _rows, shapes={"stem.weight": (6, 6), "norm.weight": (6,)},
+        lambda: normed_stream(nn.RMSNorm, behind=False), normal(6), shapes={"stem.weight": (6, 6), "norm.weight": (6,)},
     ),
     "handwritten_rms_norm": Entry(
-        lambda: normed_stream(rms_norm, behind=True), _rows, shapes={"dense.inner.weight": (5, 12)},
+        lambda: normed_stream(rms_norm, behind=True), normal(6), shapes={"dense.inner.weight": (5, 12)},
         stays={"gate": (6, "the mean of the squares is over all units, and its number of units is no operation")},
     ),
     "layer_norm_behind_gate": Entry(
         # What a norm makes of a unit that is 0 varies with the others' mean, so that all 12 stay behind the gate.
-        lambda: normed_stream(nn.LayerNorm, behind=False), _rows,
+        lambda: normed_stream(nn.LayerNorm, behind=False), normal(6),
         shapes={"stem.weight": (6, 6), "dense.inner.weight": (5, 12), "dense.outer.weight": (6, 5)},
     ),
     "diffusion_block": Entry(
@@ -118,13 +113,12 @@ ENTRIES = {
         shapes={"first.weight": (4, 8, 3, 3), "time.1.weight": (4, 6), "second_norm.weight": (4,)},
     ),
     "subclassed_norm": Entry(
-        subclassed_norm, images(6), shapes={"4.weight": (3, 4, 3, 3), "7.weight": (2, 3, 1, 1)},
+        subclassed_norm, normal(3, 6, 6), shapes={"4.weight": (3, 4, 3, 3), "7.weight": (2, 3, 1, 1)},
     ),
     "standardised_weights": Entry(
-        standardised_weights, images(6), shapes={"0.weight": (4, 3, 1, 1), "3.weight": (3, 8, 3, 3)},
+        standardised_weights, normal(3, 6, 6), shapes={"0.weight": (4, 3, 1, 1), "3.weight": (3, 8, 3, 3)},
     ),
     "positions_before_a_norm": Entry(
-        position_gates, lambda batch: torch.randn(batch, 5, 6),
-        shapes={"mix.weight": (5, 8), "head.weight": (4, 10), "out.weight": (2, 4)},
+        position_gates, normal(5, 6), shapes={"mix.weight": (5, 8), "head.weight": (4, 10), "out.weight": (2, 4)},
     ),
 }  # fmt: skip

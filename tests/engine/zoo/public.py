@@ -5,12 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.entry import Entry
+from tests.engine.zoo.entry import Entry, normal
 from tests.networks import Dense, Net
-
-
-def sequence(features):
-    return lambda batch: torch.randn(batch, 5, features)
 
 
 def size_as_number():
@@ -122,15 +118,13 @@ def pooled_minus():
 
 
 ENTRIES = {
-    "size_as_number": Entry(size_as_number, sequence(6), shapes={"value.weight": (8, 6), "output.weight": (3, 8)}),
-    "experts": Entry(experts, sequence(6), shapes={"inner.0.weight": (4, 6), "outer.1.weight": (6, 4)}),
-    "graph": Entry(graph, lambda batch: torch.randn(batch, 3, 4), shapes={"first.weight": (4, 4)}),
-    "edges": Entry(edges, lambda batch: torch.randn(batch, 5, 4), shapes={"last.weight": (3, 4)}),
-    "reduced_keys": Entry(reduced_keys, lambda batch: torch.randn(batch, 16, 6), shapes={"key.weight": (6, 4)}),
-    "squared_channels": Entry(squared_channels, sequence(6), shapes={"key.weight": (4, 6), "value.weight": (6, 4)}),
-    "patches": Entry(patches, lambda batch: torch.randn(batch, 16), shapes={"head.weight": (3, 28)}),
-    "tucked": Entry(tucked, lambda batch: torch.randn(batch, 6, 4, 4), shapes={"inner.weight": (6, 6)}),
-    "pooled_minus": Entry(
-        pooled_minus, lambda batch: torch.randn(batch, 4, 5, 5), shapes={"last.weight": (4, 4, 1, 1)},
-    ),
+    "size_as_number": Entry(size_as_number, normal(5, 6), shapes={"value.weight": (8, 6), "output.weight": (3, 8)}),
+    "experts": Entry(experts, normal(5, 6), shapes={"inner.0.weight": (4, 6), "outer.1.weight": (6, 4)}),
+    "graph": Entry(graph, normal(3, 4), shapes={"first.weight": (4, 4)}),
+    "edges": Entry(edges, normal(5, 4), shapes={"last.weight": (3, 4)}),
+    "reduced_keys": Entry(reduced_keys, normal(16, 6), shapes={"key.weight": (6, 4)}),
+    "squared_channels": Entry(squared_channels, normal(5, 6), shapes={"key.weight": (4, 6), "value.weight": (6, 4)}),
+    "patches": Entry(patches, normal(16), shapes={"head.weight": (3, 28)}),
+    "tucked": Entry(tucked, normal(6, 4, 4), shapes={"inner.weight": (6, 6)}),
+    "pooled_minus": Entry(pooled_minus, normal(4, 5, 5), shapes={"last.weight": (4, 4, 1, 1)}),
 }  # fmt: skip

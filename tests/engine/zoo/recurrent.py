@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pyro_l0.nn import L0Gate, insert_gates
-from tests.engine.zoo.entry import Entry
+from tests.engine.zoo.entry import Entry, normal
 from tests.networks import Dense, Net
 
 
@@ -55,20 +55,15 @@ def _tokens(batch):
     return torch.randint(0, 20, (batch, 5))
 
 
-def _steps(batch):
-    return torch.randn(batch, 5, 4)
-
-
 ENTRIES = {
     "tagger": Entry(
         tagger, _tokens, shapes={"lstm.weight_hh_l0": (24, 6), "words.weight": (20, 4), "hidden.weight": (5, 6)},
     ),
     "packed_layers": Entry(
-        packed_layers, _steps,
+        packed_layers, normal(5, 4),
         shapes={"first.weight_hh_l1": (12, 3), "second.weight_ih_l0_reverse": (12, 6), "head.weight": (2, 6)},
     ),
     "cells": Entry(
-        cells, _steps,
-        shapes={"lstm.weight_ih": (16, 4), "gru.weight_hh": (9, 3), "rnn.weight_ih": (5, 3)},
+        cells, normal(5, 4), shapes={"lstm.weight_ih": (16, 4), "gru.weight_hh": (9, 3), "rnn.weight_ih": (5, 3)},
     ),
 }  # fmt: skip

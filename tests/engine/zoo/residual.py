@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.convolutional import images
-from tests.engine.zoo.entry import Entry, second_half
+from tests.engine.zoo.entry import Entry, normal, second_half
 from tests.networks import Dense, Net
 
 
@@ -98,20 +97,20 @@ def _all(size):
 
 ENTRIES = {
     "resnet50": Entry(
-        resnet, images(16), shapes={"1.0.narrow.0.weight": (2, 4, 1, 1), "1.2.filter.0.weight": (4, 4, 3, 3)},
+        resnet, normal(3, 16, 16), shapes={"1.0.narrow.0.weight": (2, 4, 1, 1), "1.2.filter.0.weight": (4, 4, 3, 3)},
     ),
     "resnet_group_norm": Entry(
-        lambda: resnet((1, 1, 1), norm=_groups_of(2)), images(), second_half,
+        lambda: resnet((1, 1, 1), norm=_groups_of(2)), normal(3, 8, 8), second_half,
         shapes={"1.1.narrow.0.weight": (4, 16, 1, 1), "1.1.narrow.1.weight": (4,)},
     ),
     "gated_stream": Entry(
-        gated_stream, images(6), shapes={"stem.weight": (6, 3, 3, 3), "blocks.2.0.weight": (4, 6, 3, 3)},
+        gated_stream, normal(3, 6, 6), shapes={"stem.weight": (6, 3, 3, 3), "blocks.2.0.weight": (4, 6, 3, 3)},
     ),
     "gated_branches": Entry(
-        gated_branches, images(6), shapes={"1.branch.0.weight": (3, 6, 3, 3), "0.weight": (6, 3, 1, 1)},
+        gated_branches, normal(3, 6, 6), shapes={"1.branch.0.weight": (3, 6, 3, 3), "0.weight": (6, 3, 1, 1)},
     ),
     "gated_blocks": Entry(
-        gated_blocks, lambda batch: torch.randn(batch, 5), _all,
+        gated_blocks, normal(5), _all,
         shapes={"1.branch.0.weight": (1, 8), "3.branch.3.weight": (8, 1)},
         stays={f"{k}.branch.4.gate": (1, "a dimension keeps one entry, and this has no other") for k in (1, 2, 3)},
     ),

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.engine.zoo.attention import Block, tokens
-from tests.engine.zoo.entry import Entry
+from tests.engine.zoo.entry import Entry, normal
 from tests.networks import Dense, Net
 
 
@@ -52,15 +52,11 @@ def equilibrium(size=10):
     return Dense(forward, read=(5, size), layer=(size, size), gate=size, head=(size, 2))
 
 
-def _rows(size):
-    return lambda batch: torch.randn(batch, size)
-
-
 ENTRIES = {
-    "tied_autoencoder": Entry(tied_autoencoder, _rows(10), shapes={"encoder.weight": (4, 10), "bias": (10,)}),
+    "tied_autoencoder": Entry(tied_autoencoder, normal(10), shapes={"encoder.weight": (4, 10), "bias": (10,)}),
     "repeated_block": Entry(
         repeated_block, tokens, shapes={"block.attention.qkv.weight": (18, 12), "block.dense.outer.weight": (12, 8)},
     ),
-    "shared_layer": Entry(shared_layer, _rows(5), shapes={"one.weight": (4, 5), "shared.weight": (3, 4)}),
-    "equilibrium": Entry(equilibrium, _rows(5), shapes={"read.weight": (5, 5), "layer.weight": (5, 5)}),
+    "shared_layer": Entry(shared_layer, normal(5), shapes={"one.weight": (4, 5), "shared.weight": (3, 4)}),
+    "equilibrium": Entry(equilibrium, normal(5), shapes={"read.weight": (5, 5), "layer.weight": (5, 5)}),
 }  # fmt: skip

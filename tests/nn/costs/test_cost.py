@@ -49,10 +49,9 @@ def test_square_norms_of_several_sites():
     """Side by side in the order asked for, with the gradient of the separate norms, flattened maps included."""
     torch.manual_seed(7)
     plain = mlp((3, 4, 2))
-    maps = nn.Sequential(
-        nn.Conv2d(1, 2, 2), L0Gate(2, dim=1), nn.Conv2d(2, 3, 2), nn.Flatten(), L0Gate(12), nn.Linear(12, 2)
-    )
-    flat = nn.Sequential(nn.Conv2d(1, 2, 2), L0Gate(2, dim=1), nn.Flatten(), nn.Linear(18, 2))
+    first = nn.Conv2d(1, 2, 2), L0Gate(2, dim=1)
+    maps = nn.Sequential(*first, nn.Conv2d(2, 3, 2), nn.Flatten(), L0Gate(12), nn.Linear(12, 2))
+    flat = nn.Sequential(*first, nn.Flatten(), nn.Linear(18, 2))
     both = nn.Sequential(*flat[:3], L0Gate(18), flat[3])  # one layer behind two sites
     image = torch.zeros(1, 1, 4, 4)
     for net, x in ((plain, torch.zeros(1, 3)), (maps, image), (flat, image), (both, image)):

@@ -83,11 +83,8 @@ def test_statements_grow_with_depth_and_not_with_its_powers(make):
 def test_an_expectation_in_series_is_exact():
     """Five gates in a row on each of two channels, by enumeration: read-once statements stay so."""
     torch.manual_seed(0)
-    layers = [
-        nn.Conv1d(3, 2, 1),
-        *itertools.chain(*((nn.Conv1d(2, 2, 1, groups=2), L0Gate(2, dim=1)) for _ in range(5))),
-    ]
-    network, x = nn.Sequential(*layers, nn.Conv1d(2, 1, 1)), torch.randn(1, 3, 4)
+    layers = [x for _ in range(5) for x in (nn.Conv1d(2, 2, 1, groups=2), L0Gate(2, dim=1))]
+    network, x = nn.Sequential(nn.Conv1d(3, 2, 1), *layers, nn.Conv1d(2, 1, 1)), torch.randn(1, 3, 4)
     cost = NetworkCost(network, x)
     probs = {site: torch.tensor([0.9 - 0.1 * i, 0.5 + 0.05 * i]).double() for i, site in enumerate(cost.sizes)}
     alive = torch.stack([*probs.values()]).prod(0)  # of each channel; its weights are 3 + 5 + 1
@@ -191,9 +188,8 @@ def test_multiply_adds_that_torch_counts_otherwise_are_refused_by_name(inner, mo
 def test_a_wrong_statement_is_refused_by_the_name_of_its_weight(name, wrong, monkeypatch):
     """Of what two statements need, one is left out."""
     monkeypatch.setattr(NormalForms, name, wrong)
-    network = nn.Sequential(
-        nn.Linear(4, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 1)
-    )
+    layers = nn.Linear(4, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 8), nn.ReLU(), L0Gate(8)
+    network = nn.Sequential(*layers, nn.Linear(8, 1))
     with pytest.raises(ValueError, match=r"Expected to count the \d+ \S+ of '\d.weight', but got \d+\. Please report"):
         NetworkCost(network, torch.randn(2, 4))
 
