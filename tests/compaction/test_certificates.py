@@ -218,7 +218,10 @@ def test_dropout_stays_the_networks_own(kind):
 def pool(place, apart=1e-16):
     """The largest of four numbers, one of which is larger by what rounding may make."""
     rounding = torch.zeros(4, dtype=torch.float64).index_fill(0, torch.tensor(place), apart).view(2, 2)
-    forward = lambda net, x: F.max_pool2d(x * net.weight + net.rounding.to(x), 2)  # noqa: E731
+
+    def forward(net, x):
+        return F.max_pool2d(x * net.weight + net.rounding.to(x), 2)
+
     return Net(forward, weight=nn.Parameter(torch.ones(1, 1, 2, 2)), rounding=nn.Buffer(rounding))
 
 

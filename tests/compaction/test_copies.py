@@ -291,7 +291,10 @@ READ = {"compared": lambda y, h: y * (h.sum(-1, keepdim=True) > 1.0), "dead": la
 
 def branches(join):
     """Its first branch changes no output: multiplied by 0, subtracted from itself, or not used; or it does."""
-    forward = lambda net, x: net.out(join(net.b(x), net.act(net.a(x))))  # noqa: E731
+
+    def forward(net, x):
+        return net.out(join(net.b(x), net.act(net.a(x))))
+
     return Dense(forward, a=(5, 4), act=nn.ReLU(), b=(5, 4), out=(4, 2))
 
 
@@ -325,7 +328,10 @@ def test_network_gates_that_no_call_reaches():
     message = r"first training call did not reach 'spare'; take the gate out, or before that"
     with pytest.raises(ValueError, match=message):
         network(torch.ones(1, 3))
-    ways = lambda net, x, is_one=True: net.layer((net.one if is_one else net.other)(x))  # noqa: E731
+
+    def ways(net, x, is_one=True):
+        return net.layer((net.one if is_one else net.other)(x))
+
     network = Dense(ways, one=3, other=3, layer=(3, 1))
     NetworkGates(network)
     network.eval()(torch.ones(1, 3), is_one=False)

@@ -102,7 +102,10 @@ def test_a_run_can_be_resumed():
 def test_a_site_without_open_gates_leaves():
     """From the network, the guide and the objective's coefficients; weight decay goes on with what is left."""
     layers = dict(one=nn.Conv2d(2, 3, 3, padding=1), gate=L0Gate(3, dim=1), two=nn.Conv2d(3, 2, 3, padding=1))
-    forward = lambda s, x: s.head(s.head_gate((x + s.two(s.gate(s.one(x).relu()))).mean((2, 3))))  # noqa: E731
+
+    def forward(s, x):
+        return s.head(s.head_gate((x + s.two(s.gate(s.one(x).relu()))).mean((2, 3))))
+
     net = Dense(forward, **layers, head_gate=2, head=(2, 2))
     model, x, y = Model(net), torch.randn(4, 2, 5, 5), torch.randint(2, (4,))
     guide, names = AutoGate(model), ("net.gate", "net.head_gate")

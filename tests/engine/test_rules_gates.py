@@ -16,7 +16,10 @@ def inputs(*shape):
 
 def test_a_gate_that_is_drawn_for_ones():
     """A gate of ones is a number of the whole block, which closes it."""
-    forward = lambda net, x: x + net.gate(x.new_ones(1, 1)) * net.two(torch.relu(net.one(x)))  # noqa: E731
+
+    def forward(net, x):
+        return x + net.gate(x.new_ones(1, 1)) * net.two(torch.relu(net.one(x)))
+
     analysis = examine(Dense(forward, one=(6, 5), two=(5, 6), gate=1), inputs(2, 6), {"gate": torch.tensor([True])})
     assert len(analysis.remaining["one.weight"][0]) == 1
 
@@ -49,7 +52,10 @@ def test_constants_that_stay_are_still_computed():
 
 def test_constants_at_open_gates_vary_unless_the_gates_are_fixed():
     """A constant that an open gate multiplies leaves into a bias only where the gate's value is given."""
-    forward = lambda net, x: net.out(net.second(net.gate(net.one(x)).sigmoid()))  # noqa: E731
+
+    def forward(net, x):
+        return net.out(net.second(net.gate(net.one(x)).sigmoid()))
+
     network = Dense(forward, one=(6, 4), gate=4, second=4, out=(4, 2)).double()
     name_gates(network)
     closed = {"gate": torch.tensor([True, True, False, False]), "second": torch.tensor([True, False, True, False])}

@@ -14,7 +14,10 @@ from tests.networks import Dense, Net
 
 def between(*layers):
     """Layers between eight gated channels and a convolution that reads what they make."""
-    forward = lambda net, x: net.out(net.layers(net.gate(net.one(x)))).mean((2, 3))  # noqa: E731
+
+    def forward(net, x):
+        return net.out(net.layers(net.gate(net.one(x)))).mean((2, 3))
+
     parts = dict(one=nn.Conv2d(3, 8, 3), gate=L0Gate(8, dim=1), layers=nn.Sequential(*layers), out=nn.LazyConv2d(2, 1))
     network = Dense(forward, **parts)
     network(torch.ones(2, 3, 8, 8))

@@ -232,7 +232,10 @@ def test_a_module_that_is_called_with_units_in_two_dimensions(drop):
     suggestions = suggest_gates(network, x)
     assert "drop" not in suggestions
     assert suggestions.refused["drop"] == "it is called 2 times, with its units in several dimensions"
-    pooled = lambda net, x: net.out(net.drop(net.drop(2 * net.first(x)).mean((2, 3))))  # noqa: E731
+
+    def pooled(net, x):
+        return net.out(net.drop(net.drop(2 * net.first(x)).mean((2, 3))))
+
     both = Dense(pooled, drop=drop, first=nn.Conv2d(3, 8, 1), out=(8, 2)).double().eval()
     suggested = suggest_gates(both, x)
     assert suggested["drop"].dim == 1

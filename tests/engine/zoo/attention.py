@@ -41,7 +41,10 @@ class Attention(nn.Module):
 
 
 def feed_forward(size, hidden):
-    forward = lambda net, x: net.outer(net.gate(F.gelu(net.inner(x))))  # noqa: E731
+
+    def forward(net, x):
+        return net.outer(net.gate(F.gelu(net.inner(x))))
+
     return Dense(forward, inner=(size, hidden), gate=hidden, outer=(hidden, size))
 
 
@@ -91,7 +94,10 @@ def causal_attention(size=12, heads=4):
 
 def rms_norm(size):
     """The norm as language models write it out."""
-    forward = lambda net, x: net.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)  # noqa: E731
+
+    def forward(net, x):
+        return net.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
     return Net(forward, weight=nn.Parameter(torch.ones(size)))
 
 

@@ -50,7 +50,10 @@ def data_dependent():
 def swi_glu(size=8, hidden=12):
     """Two projections that multiply each other."""
     layers = {name: nn.Linear(size, hidden, bias=False) for name in ("gated", "linear")}
-    forward = lambda net, x: net.output(net.gate(F.silu(net.gated(x)) * net.linear(x)))  # noqa: E731
+
+    def forward(net, x):
+        return net.output(net.gate(F.silu(net.gated(x)) * net.linear(x)))
+
     return Dense(forward, gate=hidden, output=nn.Linear(hidden, size, bias=False), **layers)
 
 
@@ -61,7 +64,10 @@ def glu():
 
 def maxout():
     """The largest of three pieces a unit: all pieces of a closed one leave."""
-    forward = lambda net, x: net.output(net.gate(net.pieces(x).view(len(x), -1, 3).amax(-1)))  # noqa: E731
+
+    def forward(net, x):
+        return net.output(net.gate(net.pieces(x).view(len(x), -1, 3).amax(-1)))
+
     return Dense(forward, pieces=(8, 30), gate=10, output=(10, 3))
 
 

@@ -94,7 +94,10 @@ def squared_channels():
 
 def patches():
     """PatchTST: windows of a series become tokens, and a head reads all of them."""
-    forward = lambda net, x: net.head(net.gate(F.gelu(net.embed(x.unfold(-1, 4, 2)))).flatten(-2))  # noqa: E731
+
+    def forward(net, x):
+        return net.head(net.gate(F.gelu(net.embed(x.unfold(-1, 4, 2)))).flatten(-2))
+
     return Dense(forward, embed=(4, 8), gate=8, head=(7 * 8, 3))
 
 
