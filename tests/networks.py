@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import nn
 
+from pyro_l0.nn import L0Gate
+
 
 class Net(nn.Module):
     """Layers by name and a function of them."""
@@ -15,6 +17,14 @@ class Net(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.function(self, *args, **kwargs)
+
+
+class Dense(Net):
+    """A function of layers by their sizes: a pair makes a dense layer, a number its gates; modules are given."""
+
+    def __init__(self, function, **layers):
+        kinds = {int: L0Gate, tuple: lambda sizes: nn.Linear(*sizes)}
+        super().__init__(function, **{name: kinds.get(type(x), lambda x: x)(x) for name, x in layers.items()})
 
 
 class Attention(nn.Module):

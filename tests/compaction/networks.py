@@ -5,8 +5,9 @@ import pyro.distributions as dist
 import torch
 from torch import nn
 
-from pyro_l0.compaction import Shrinker
+from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import AutoGate
+from pyro_l0.nn import fix_gates
 from pyro_l0.nn.gate import name_gates
 
 
@@ -42,3 +43,12 @@ def set_gates(guide, site, units, value):
     """Open some gates for certain, or close them."""
     with torch.no_grad():
         guide.sites[site.replace(".", "/")]["log_alpha"][list(units)] = value
+
+
+def cut(network, gates, x, *others, example=None, **tolerance):
+    """What compaction makes of a network, which computes what the network with fixed gates does."""
+    small, fixed = compact(network, gates, x if example is None else example).network, fix_gates(network, gates).eval()
+    for inputs in (x, *others):
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        torch.testing.assert_close(small(*inputs), fixed(*inputs), **tolerance)
+    return small

@@ -57,23 +57,6 @@ def test_lenet5_and_mlp_shrink_to_the_papers_sizes():
         assert not any(isinstance(module, L0Gate) for module in result.network.modules())
 
 
-FLATTEN = {
-    "view": lambda x: x.view(x.size(0), -1),
-    "method": lambda x: x.flatten(start_dim=1),
-    "mean": lambda x: x.mean((2, 3)),
-}
-
-
-@pytest.mark.parametrize("how", FLATTEN)
-def test_every_way_to_flatten(how):
-    """Whole maps, and single features of a map that stays."""
-    size = 3 if how == "mean" else 12
-    layers = dict(maps=L0Gate(3, dim=1), some=L0Gate(size), a=nn.Conv2d(1, 3, 3), b=nn.Linear(size, 2))
-    net = Net(lambda s, x: s.b(s.some(FLATTEN[how](s.maps(torch.relu(s.a(x)))))), **layers)
-    for features in (torch.ones(size), (torch.arange(size) % 2).float()):
-        check(net, {"maps": torch.tensor([0.5, 0.0, 1.0]), "some": features}, torch.randn(2, 1, 4, 4))
-
-
 def biased(net):
     """BatchNorm shifts what a closed gate hands on."""
     for module in net.modules():

@@ -10,71 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune as masks
-from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact, compact_zeros
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import L0Gate, NetworkGates, fix_gates, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkGates, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.pruning.phases import Training
 from tests.bench import fuzz_copies
-from tests.bench.fuzz_copies import Keeping, Mean, Network, by_hand
+from tests.bench.fuzz_copies import Keeping, Network, by_hand
+from tests.networks import Dense, Net
 
 Z = torch.tensor([0.0, 1.0] * 4)
-
-
-class Rearranged(nn.Module):
-    """A module that pickles itself without hooks, as einops' layers; it has an argument."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x):
-        return x.mean(self.dim)
-
-    def __getstate__(self):
-        return {"dim": self.dim}
-
-    def __setstate__(self, state):
-        super().__init__()
-        self.dim = state["dim"]
-
-
-class Copying(Rearranged):
-    """It copies itself by its constructor."""
-
-    def __deepcopy__(self, memo):
-        return Copying(self.dim)
-
-
-def graph_of(module):
-    return torch.fx.symbolic_trace(module)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # few steps
-@pytest.mark.parametrize("kind", [lambda: Rearranged(1), lambda: Copying(1), lambda: graph_of(Rearranged(1)), Mean])
-def test_gates_behind_modules_whose_copies_lose_hooks(kind):
-    """Their gates act in all copies, and the pruned network has the size that is reported, as torch counts it."""
-    torch.manual_seed(0)
-    module = kind()
-    network, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), module, nn.Linear(8, 2)), torch.randn(4, 5, 3)
-    if isinstance(module, Mean):
-        x = x[:, 0]
-    right = network[3](module(torch.relu(network[0](x))) * Z)
-    gated = insert_gates(network, {"2": L0Gate(8)}, x)
-    for small in (fix_gates(gated, {"2.1": Z}), compact(gated, {"2.1": Z}, x).network):
-        torch.testing.assert_close(small(x), right)
-    loader = [(x.repeat(4, *[1] * (x.dim() - 1)), torch.arange(16) % 2)] * 4
-    pruned = prune(
-        network, nn.functional.cross_entropy, loader, x[:2], 0.4, epochs=4, pretrained=False, gates={"2": L0Gate(8)}
-    )
-    with FlopCounterMode(display=False) as counter:
-        pruned.network(x[:1])
-    assert pruned.report.left["macs"][0] == counter.get_total_flops() / 2
-    assert pruned.report.left["parameters"][0] == sum(p.numel() for p in pruned.network.parameters())
-    assert pruned.network[0].out_features < 8
 
 
 def test_a_whole_graph_module():
@@ -124,54 +71,35 @@ def test_modules_of_einops():
     torch.testing.assert_close(compact(gated, {"2.1": Z}, x).network(x), by_hand(network, {"2": Z}, x))
 
 
-class Net(nn.Module):
-    """Three layers and a gate, of which a function made in ``__init__`` calls two."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.a, self.b, self.c, self.gate = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 2), gate
-        self.block = lambda x: self.gate(torch.relu(self.b(x)))
-
-    def forward(self, x):
-        return self.c(self.block(torch.relu(self.a(x))))
+def holding(gate):
+    """Three layers and a gate, of which a function that is an attribute calls two."""
+    network = Dense(lambda net, x: net.c(net.block(torch.relu(net.a(x)))), a=(5, 8), b=(8, 8), c=(8, 2), gate=gate)
+    network.block = lambda x: network.gate(torch.relu(network.b(x)))
+    return network
 
 
 def test_a_function_that_holds_modules():
     """Its copy holds those of the copy, which is cut; and gates are suggested behind them."""
     torch.manual_seed(0)
-    x, network = torch.randn(64, 5), Net(L0Gate(8))
+    x, network = torch.randn(64, 5), holding(L0Gate(8))
     right = network.c(torch.relu(network.b(torch.relu(network.a(x)))) * Z)
     small = compact(network, {"gate": Z}, x[:2]).network
     torch.testing.assert_close(small(x), right)
     assert small.b.out_features == 4
-    assert list(suggest_gates(Net(nn.Identity()), x[:2])) == ["a", "gate"]
+    assert list(suggest_gates(holding(nn.Identity()), x[:2])) == ["a", "gate"]
 
 
 def test_what_a_function_holds_beside_the_network_is_shared():
     """A list of the user's is filled by the hooks of copies, too."""
     seen, teacher = [], nn.Linear(5, 8)
-    network = Net(nn.Identity())
+    network = holding(nn.Identity())
     network.a.register_forward_hook(lambda module, args, output: seen.append(network.a.weight is not module.weight))
     network.a.register_forward_hook(lambda module, args, output: output + teacher(args[0]))
     new = copied(network)
     new(torch.randn(2, 5))
     assert seen == [False]
-    assert (
-        teacher.weight
-        in [c.cell_contents for h in new.a._forward_hooks.values() for c in h.__closure__][-1].parameters()
-    )
-
-
-def test_what_calls_keep_is_given_back():
-    """Hooks that count, in a list, a cell or an object, count none of the library's calls."""
-    torch.manual_seed(0)
-    network = fuzz_copies.make(3, (fuzz_copies.WithObject,)).double()
-    before = fuzz_copies.state_of(network)
-    x = torch.randn(4, 5).double()
-    gated = insert_gates(network, {"blocks.0.act": L0Gate(network.head.in_features)}, x)
-    compact(gated, {"blocks.0.act.1": (torch.arange(network.head.in_features) % 2).double()}, x)
-    suggest_gates(network, x)
-    assert fuzz_copies.same_state(before, fuzz_copies.state_of(network))
+    held = [cell.cell_contents for hook in new.a._forward_hooks.values() for cell in hook.__closure__]
+    assert teacher.weight in held[-1].parameters()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # few steps
@@ -270,17 +198,9 @@ def test_the_advice_on_copies(make):
 LAYER = nn.Linear(5, 8)  # of a network below, whose code reaches it by this name
 
 
-class ByName(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = LAYER
-
-    def forward(self, x):
-        return LAYER(x)
-
-
 def test_code_that_calls_a_module_by_a_global_name():
-    network, x = nn.Sequential(ByName(), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 5)
+    by_name = Net(lambda net, x: LAYER(x), layer=LAYER)
+    network, x = nn.Sequential(by_name, nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 5)
     with torch.no_grad():
         network[2].weight[:, :3] = 0
     loader = [(torch.randn(4, 5), torch.randn(4, 2))] * 4
@@ -290,21 +210,6 @@ def test_code_that_calls_a_module_by_a_global_name():
     ):
         with pytest.raises((ValueError, CompactionError), match=r"'0\.layer'"):
             call()
-
-
-class Heads(nn.Module):
-    """Only training calls a further head: on features, on normalised ones, or on pooled ones; googlenet has such."""
-
-    def __init__(self, norm, head):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 6, 3, padding=1)
-        self.norm, self.out = norm, nn.Linear(6, 4)
-        self.head = head
-
-    def forward(self, x):
-        h = torch.relu(self.norm(self.a(x)))
-        y = self.out(torch.relu(self.b(h)).mean((2, 3)))
-        return (y, self.head(h)) if self.training else y
 
 
 HEADS = {
@@ -320,9 +225,16 @@ HEADS = {
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm2d(8)])
 def test_zeros_that_a_head_of_training_reads(head, norm):
-    """What can leave leaves, and both modes compute what they did."""
+    """What can leave leaves, and both modes compute what they did; googlenet has such heads."""
+
+    def forward(net, x):
+        h = torch.relu(net.norm(net.a(x)))
+        y = net.out(torch.relu(net.b(h)).mean((2, 3)))
+        return (y, net.head(h)) if net.training else y
+
     torch.manual_seed(0)
-    network, x = Heads(norm(), HEADS[head]()).double(), torch.randn(3, 3, 6, 6).double()
+    layers = dict(a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 6, 3, padding=1), norm=norm(), out=(6, 4))
+    network, x = Dense(forward, **layers, head=HEADS[head]()).double(), torch.randn(3, 3, 6, 6).double()
     with torch.no_grad():
         for layer in (network.a, network.b):
             layer.weight[::2] = 0.0
@@ -373,78 +285,54 @@ def test_statistics_that_train_holds(held):
     assert bool(told) == bool(held)
 
 
-class Unread(nn.Module):
-    """Its first branch changes no output: multiplied by 0, subtracted from itself, or not used."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.a, self.act, self.b, self.out = how, nn.Linear(5, 4), nn.ReLU(), nn.Linear(5, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        h, y = self.act(self.a(x)), self.b(x)
-        if self.how == "compared":
-            return self.out(y * (h.sum(-1, keepdim=True) > 1.0))
-        return self.out({"zero": y + 0 * h, "difference": y + h - h, "unused": y, "dead": y + h}[self.how])
+UNREAD = {"zero": lambda y, h: y + 0 * h, "difference": lambda y, h: y + h - h, "unused": lambda y, h: y}
+READ = {"compared": lambda y, h: y * (h.sum(-1, keepdim=True) > 1.0), "dead": lambda y, h: y + h}
 
 
-@pytest.mark.parametrize("how", ["zero", "difference", "unused"])
+def branches(join):
+    """Its first branch changes no output: multiplied by 0, subtracted from itself, or not used; or it does."""
+
+    def forward(net, x):
+        return net.out(join(net.b(x), net.act(net.a(x))))
+
+    return Dense(forward, a=(5, 4), act=nn.ReLU(), b=(5, 4), out=(4, 2))
+
+
+@pytest.mark.parametrize("how", UNREAD)
 def test_gates_that_change_no_output(how):
-    network, x = Unread(how).double(), torch.randn(6, 5).double()
+    network, x = branches(UNREAD[how]).double(), torch.randn(6, 5).double()
     with pytest.raises(ValueError, match=r"closing gate 'act\.1' changes no output; take it out"):
         insert_gates(network, {"act": L0Gate(4)}, x)
     assert not {"a", "act"} & set(suggest_gates(network, x))
     loader = [(x, torch.randn(6, 2).double())] * 5
-    with pytest.raises(
-        ValueError, match=r"gate 'act\.1' changes no output|behind a gate|units can be taken out|budget"
-    ):
+    message = r"gate 'act\.1' changes no output|behind a gate|units can be taken out|budget"
+    with pytest.raises(ValueError, match=message):
         prune(network, F.mse_loss, loader, x, 0.5, epochs=4, gates={"act": L0Gate(4)})
 
 
-@pytest.mark.parametrize("how", ["compared", "dead"])
+@pytest.mark.parametrize("how", READ)
 def test_gates_of_dead_units_and_of_units_that_are_compared_act(how):
     """A unit that is dead at the example and the weights of today is none that changes nothing."""
-    network, x = Unread(how), torch.randn(6, 5)
+    network, x = branches(READ[how]), torch.randn(6, 5)
     with torch.no_grad():
         network.a.bias.fill_(-100.0 if how == "dead" else 0.1)
     insert_gates(network, {"act": L0Gate(4)}, x)
 
 
-def test_heads_that_change_no_output():
-    class Bypassed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x):
-            return x + 0 * self.attention(x, x, x)[0]
-
-    with pytest.raises(ValueError, match=r"closing gate 'attention\.out_proj\.gate' changes no output"):
-        gate_heads(Bypassed(), {"attention.out_proj": 2}, torch.randn(2, 3, 8))
-
-
 def test_network_gates_that_no_call_reaches():
     """The first training call says so, and the way out that it names works."""
-    gate = L0Gate(4)
-    network = nn.Sequential(nn.Linear(3, 4), gate, nn.Linear(4, 2))
-    network.spare = L0Gate(4)
-    network.forward = lambda x: network[2](network[1](network[0](x)))
+    network = Dense(lambda net, x: net.last(net.gate(net.first(x))), first=(3, 4), gate=4, last=(4, 2), spare=4)
     NetworkGates(network)
     with torch.no_grad():
         network(torch.ones(1, 3))  # trains nothing
-    with pytest.raises(
-        ValueError, match=r"first training call did not reach 'spare'; take the gate out, or before that"
-    ):
+    message = r"first training call did not reach 'spare'; take the gate out, or before that"
+    with pytest.raises(ValueError, match=message):
         network(torch.ones(1, 3))
 
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other, self.layer = L0Gate(3), L0Gate(3), nn.Linear(3, 1)
+    def ways(net, x, is_one=True):
+        return net.layer((net.one if is_one else net.other)(x))
 
-        def forward(self, x, is_one=True):
-            return self.layer((self.one if is_one else self.other)(x))
-
-    network = Branches()
+    network = Dense(ways, one=3, other=3, layer=(3, 1))
     NetworkGates(network)
     network.eval()(torch.ones(1, 3), is_one=False)
     network.train()(torch.ones(1, 3))
@@ -495,14 +383,3 @@ def test_random_networks(seed):
     """Thirty cases of the bench, which has the rest."""
     _, wrong = fuzz_copies.check(seed)
     assert wrong is None
-
-
-def test_copies_are_independent():
-    """A change of the network, of its dicts and of its namespaces changes no copy."""
-    network = fuzz_copies.make(5, (fuzz_copies.Feature, Keeping, fuzz_copies.Closure, fuzz_copies.Weights)).eval()
-    x, new = torch.randn(3, 5), copied(network)
-    before = new(x)
-    for p in network.parameters():
-        p.data.zero_()
-    network(x)
-    assert torch.equal(new(x), before)

@@ -11,6 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, insert_gates
 from pyro_l0.nn.l0_gate import NetworkGates
+from tests.compaction.networks import cut
+from tests.networks import Dense
 
 X, LONGER = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(4, 9, 4, dtype=torch.float64)
 GATES = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.7, 1.0, 1.0, 0.0], dtype=torch.float64)
@@ -103,22 +105,12 @@ def test_a_call_that_fails_leaves_the_weights():
 
 def test_an_initial_state_that_is_given_keeps_its_units():
     """An input of the network has its size; a closed unit is as exact as before."""
-
-    class Given(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.last = nn.GRU(4, 8), nn.Linear(8, 2)
-
-        def forward(self, x, state):
-            return self.last(self.layer(x, state)[0])
-
     torch.manual_seed(3)
-    network = insert_gates(Given().double().eval(), {"layer": L0Gate(8)})
-    example = X, torch.randn(1, 5, 8, dtype=torch.float64)
+    given = Dense(lambda net, x, state: net.last(net.layer(x, state)[0]), layer=nn.GRU(4, 8), last=(8, 2))
+    network = insert_gates(given.double().eval(), {"layer": L0Gate(8)})
     with pytest.warns(UserWarning, match="'layer.1': network input"):
-        compacted = compact(network, {"layer.1": GATES}, example)
-    assert compacted.network.layer.hidden_size == 8
-    torch.testing.assert_close(compacted.network(*example), fix_gates(network, {"layer.1": GATES})(*example))
+        small = cut(network, {"layer.1": GATES}, (X, torch.randn(1, 5, 8, dtype=torch.float64)))
+    assert small.layer.hidden_size == 8
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

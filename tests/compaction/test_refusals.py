@@ -12,8 +12,9 @@ from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.engine.operations import ENTRIES, Entry
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate import gate_names, name_gates
 from tests import networks
+from tests.compaction.networks import cut
 
 VECTORS, SEQUENCES, IMAGES = (
     torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 6), (2, 7, 6), (2, 3, 8, 8))
@@ -24,6 +25,10 @@ GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
 def Net(function, **layers):  # noqa: N802
     """A function of two dense layers and a gate, or of others by name."""
     return networks.Net(function, **{"a": nn.Linear(6, 4), "gate": L0Gate(4), "b": nn.Linear(4, 2), **layers})
+
+
+def dense(**layers):
+    return Net(lambda net, x: net.b(net.gate(net.a(x))), **layers)
 
 
 def images(function):
@@ -54,10 +59,6 @@ def unpacked(net, x):
     return net.b(net.gate(net.a(x)).mean((2, 3)).view(rows, -1))
 
 
-def behind(layer):
-    return Net(lambda net, x: net.b(net.gate(net.a(x))), a=layer)
-
-
 def wrapped(function):
     """A function in front of the gate."""
     return Net(lambda net, x: net.b(net.gate(function(net.a(x)))))
@@ -77,10 +78,10 @@ def wrapped(function):
         (Net(shared, relu=nn.ReLU(), mid=nn.Linear(4, 4)), VECTORS),
         (images(unpacked), IMAGES),
         (images(lambda net, x: net.gate(net.a(x)).mean(1)), IMAGES),
-        (behind(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), VECTORS),
-        (behind(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))), VECTORS),
-        (Net(lambda net, x: net.b(net.gate(net.a(x)))), SEQUENCES),
-        (behind(nn.Embedding(9, 4)), torch.tensor([[0, 3], [8, 2]])),
+        (dense(a=nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), VECTORS),
+        (dense(a=nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))), VECTORS),
+        (dense(), SEQUENCES),
+        (dense(a=nn.Embedding(9, 4)), torch.tensor([[0, 3], [8, 2]])),
         (Net(lambda net, x: net.b(net.gate(torch.cat([net.a(x)[:, :2]] * 2, 1)))), VECTORS),
         (Net(lambda net, x: net.b(net.gate(net.a(x) * net.s)), s=nn.Parameter(torch.ones(4))), VECTORS),
         (Net(lambda net, x: net.b(net.gate(net.a(x / 255)))), (255 * VECTORS.sigmoid()).byte()),
@@ -88,15 +89,11 @@ def wrapped(function):
 )
 def test_code_of_any_kind_is_taken_and_the_network_left_alone(net, x):
     """For batches of any number of rows; and something is cut."""
-    before = copy.deepcopy(net.state_dict())
-    site = next(iter(gate_names(net)))
-    small = compact(net, {site: GATE}, x).network
+    before, site = copy.deepcopy(net.state_dict()), next(iter(gate_names(net)))
+    small = cut(net, {site: GATE}, *(x[:1].expand(rows, *x.shape[1:]) for rows in (1, 4)), example=x)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(module.training for module in net.modules())
     assert type(small) is type(net)
-    fixed = fix_gates(net, {site: GATE}).eval()
-    for rows in (1, 4):
-        torch.testing.assert_close(small(x[:1].expand(rows, *x.shape[1:])), fixed(x[:1].expand(rows, *x.shape[1:])))
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in net.parameters())
 
 
@@ -155,74 +152,10 @@ def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
         compact(net, {"1": GATE}, VECTORS)
 
 
-# ------------------------------------------------------------ what is refused
-
-
-def dense():
-    return Net(lambda net, x: net.b(net.gate(net.a(x))))
-
-
-def literal(net, x):
-    h = net.a(x).view(len(x), 2, 4)
-    return net.b(net.gate(h).flatten(1))
-
-
-def recurrent():
-    return nn.Sequential(nn.LSTM(3, 4), L0Gate(4), nn.Linear(4, 2))
-
-
-def fixed():
-    return fix_gates(dense(), {"gate": GATE})
-
-
-ONES = torch.ones(4)
-
-
-@pytest.mark.parametrize(
-    ("net", "gates", "x", "error", "message"),
-    [
-        # Sizes in the code: the line and what to do.
-        (
-            Net(lambda net, x: net.b(net.gate(net.a(x) + torch.ones(4)))),
-            {"gate": GATE},
-            VECTORS,
-            CompactionError,
-            r"line \d+ of test_refusals.py \(Net\(.*ones\(4\).* must match the size",
-        ),
-        (
-            Net(literal, a=nn.Linear(6, 8), b=nn.Linear(8, 2)),
-            {"gate": GATE},
-            VECTORS,
-            CompactionError,
-            r"line \d+ of test_refusals.py \(h = net.a\(x\).view\(len\(x\).*"
-            r"shape '\[5, 2, 4\]' is invalid for input of size 30. Take sizes from the tensors",
-        ),
-        # Networks and examples.
-        (lambda x: x, {}, VECTORS, TypeError, "network to be a torch module, but got a value of type function"),
-        (dense(), {"gate": ONES}, 3.0, TypeError, "example that is a tensor, a tuple"),
-        (dense(), {"gate": ONES}, (3.0,), ValueError, r"example of tensors with entries, but got ones of shapes \[\]"),
-        (dense(), {"gate": ONES}, VECTORS[:0], ValueError, r"with entries, but got ones of shapes \[\(0, 6\)\]"),
-        (dense(), {"gate": ONES}, VECTORS.double(), RuntimeError, "must have the same dtype, but got Double and Float"),
-        (
-            nn.Sequential(nn.Linear(3, 4, device="meta"), L0Gate(4)),
-            {"1": ONES},
-            VECTORS,
-            ValueError,
-            "meta device has none",
-        ),
-        (nn.Sequential(nn.LazyLinear(4), L0Gate(4)), {"1": ONES}, VECTORS, ValueError, "'0.weight' is lazy; call the"),
-        (recurrent(), {"1": ONES}, SEQUENCES[..., :3], TypeError, r"tensor at gate 1, but got a tuple; .*nn\.LSTM"),
-        # Gates.
-        (dense(), {}, VECTORS, ValueError, "no value for 'gate'"),
-        (dense(), {"gate": ONES, "other": ONES}, VECTORS, ValueError, r"has \['gate'\].*no layer for 'other'"),
-        (dense(), {"gate": ONES[:3]}, VECTORS, ValueError, r"gates\['gate'\] of shape \(4,\), but got \(3,\)"),
-        (dense(), {"gate": ONES * torch.nan}, VECTORS, ValueError, r"gates\['gate'\] in \[0, 1\]"),
-        (fixed(), {"gate": ONES}, VECTORS, ValueError, "no layer for 'gate' .gates of this network have been fixed"),
-    ],
-)
-def test_what_cannot_be_compacted(net, gates, x, error, message):
-    with pytest.raises(error, match=message):
-        compact(net, gates, x)
+def guide_of(net, *args):
+    guide = AutoGate(net)
+    guide(*args)
+    return guide
 
 
 @pytest.mark.parametrize(
@@ -230,6 +163,8 @@ def test_what_cannot_be_compacted(net, gates, x, error, message):
     [
         ({"example": torch.ones(2, 7)}, RuntimeError, "shapes cannot be multiplied"),
         ({"guide": None}, TypeError, r"a guide with posterior\(\) and keep\(\)"),
+        ({"guide": guide_of(L0Gate(3), torch.ones(1, 3))}, ValueError, r"it has none for \['1'\]"),
+        ({"guide": AutoGate(dense())}, ValueError, "call it once"),
         ({"threshold": 0.0}, ValueError, "threshold strictly between 0 and 1, but got 0.0"),
         ({"threshold": 1.0}, ValueError, "threshold strictly between 0 and 1, but got 1.0"),
         ({"threshold": "low"}, TypeError, "threshold to be a number"),
@@ -239,8 +174,8 @@ def test_what_cannot_be_compacted(net, gates, x, error, message):
 def test_what_no_shrinker_takes(options, error, message):
     """When it is made, before anything is trained."""
     net = nn.Sequential(nn.Linear(6, 4), L0Gate(4), nn.Linear(4, 2))
-    guide = AutoGate(net)
-    guide(VECTORS)
+    name_gates(net)
+    guide = guide_of(net, VECTORS)
     optimiser = torch.optim.SGD(net.parameters(), 0.1)
     with pytest.raises(error, match=message):
         Shrinker(net, **{"guide": guide, "example": VECTORS, "optimiser": optimiser} | options)
@@ -255,40 +190,22 @@ def test_results_with_a_graph_are_copied():
 # ------------------------------------------------------------ causes, and not where they show
 
 
-class Gated(nn.Module):
-    """A weight times gates."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = L0Gate(3)
-
-    def forward(self, weight):
-        return self.gate(weight)
-
-
 def test_gate_in_a_weight_parametrisation_acts_on_weights():
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    parametrize.register_parametrization(net[0], "weight", Gated())
-    gates = {site: torch.tensor([1.0, 0.0, 0.5]) for site in gate_names(net)}
-    x = torch.randn(2, 3)
-    expected = fix_gates(net, gates).eval()(x)
-    torch.testing.assert_close(compact(net, gates, x).network(x), expected)
+    parametrize.register_parametrization(net[0], "weight", networks.Dense(lambda net, weight: net.gate(weight), gate=3))
+    cut(net, {site: torch.tensor([1.0, 0.0, 0.5]) for site in gate_names(net)}, torch.randn(2, 3))
 
 
 def test_closed_gates_that_cut_nothing_are_told():
     """Half of a state that goes around in a loop, whose other readers need all of it."""
 
-    class Loop(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.enter, self.again, self.last, self.gate = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2), L0Gate(3)
+    def loop(net, x):
+        h = x.new_zeros(x.shape[1], 6)
+        for one in x:
+            h = torch.tanh(net.enter(one) + net.again(h))
+        return h.sum() + net.last(torch.cat([net.gate(h[:, :3]) + h[:, :3], h[:, 3:]], -1))
 
-        def forward(self, x):
-            h = x.new_zeros(x.shape[1], 6)
-            for one in x:
-                h = torch.tanh(self.enter(one) + self.again(h))
-            return h.sum() + self.last(torch.cat([self.gate(h[:, :3]) + h[:, :3], h[:, 3:]], -1))
-
+    network = networks.Dense(loop, enter=(3, 6), again=(6, 6), last=(6, 2), gate=3)
     with pytest.warns(UserWarning, match="closed, but nothing is smaller.*'gate'"):
-        small = compact(Loop(), {"gate": torch.tensor([1.0, 0.0, 0.0])}, torch.randn(4, 2, 3))
+        small = compact(network, {"gate": torch.tensor([1.0, 0.0, 0.0])}, torch.randn(4, 2, 3))
     assert small.plan.remaining == {}

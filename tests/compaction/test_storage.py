@@ -16,7 +16,7 @@ from pyro_l0.compaction import compact, load_compacted, storage
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn import L0Gate
-from tests.networks import Net
+from tests.networks import Dense, Net
 from tests.processes import python
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -164,41 +164,37 @@ def test_a_save_that_fails_leaves_the_old_file_alone(saved, monkeypatch, step):
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
 
-    def record_fsync(descriptor):
-        calls.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
-        fsync(descriptor)
+    def kind(descriptor):
+        return "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
 
-    def record_replace(*names):
-        calls.append("rename")
-        replace(*names)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", record_replace)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(kind(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda *names: (calls.append("rename"), replace(*names)))
     compacted().save(tmp_path / "net")
     assert calls == ["file", "rename", "folder"]
 
 
 def test_links_are_replaced_and_not_followed(tmp_path):
     """What a link points to stays as it is, a folder too."""
+    file = file_at(tmp_path / "net")
     (tmp_path / "precious").write_text("mine")
     for target in ("precious", "missing", "."):
-        (tmp_path / "net.safetensors").unlink(missing_ok=True)
-        (tmp_path / "net.safetensors").symlink_to(target)
+        file.unlink(missing_ok=True)
+        file.symlink_to(target)
         compacted().save(tmp_path / "net")
-        assert not (tmp_path / "net.safetensors").is_symlink()
+        assert not file.is_symlink()
         assert {file.name for file in tmp_path.iterdir()} == {"precious", "net.safetensors"}
     assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_new_file_has_the_permissions_of_the_old_one(tmp_path):
     """And those that the umask leaves where there is none."""
-    before = os.umask(0o027)
+    file, before = file_at(tmp_path / "net"), os.umask(0o027)
     try:
         compacted().save(tmp_path / "net")
-        assert (tmp_path / "net.safetensors").stat().st_mode & 0o777 == 0o640
-        (tmp_path / "net.safetensors").chmod(0o604)
+        assert file.stat().st_mode & 0o777 == 0o640
+        file.chmod(0o604)
         compacted(1).save(tmp_path / "net")
-        assert (tmp_path / "net.safetensors").stat().st_mode & 0o777 == 0o604
+        assert file.stat().st_mode & 0o777 == 0o604
     finally:
         os.umask(before)
 
@@ -259,12 +255,14 @@ def test_files_are_as_large_as_what_is_left(tmp_path):
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
     """And a mask of infinities is no damage."""
 
+    def forward(s, x):
+        return s.head(s.down(s.gate(s.up(s.embed(x)).relu()))) + s.mask.exp()
+
     def tied():
-        layers = dict(embed=nn.Embedding(9, 6), up=nn.Linear(6, 8), gate=L0Gate(8), down=nn.Linear(8, 6))
-        net = Net(lambda s, x: s.head(s.down(s.gate(s.up(s.embed(x)).relu()))) + s.mask.exp(), **layers)
-        net.head = nn.Linear(6, 9, bias=False)
+        mask = nn.Buffer(torch.full((9,), -torch.inf).index_fill(0, torch.tensor([0, 1]), 0.0))
+        layers = dict(embed=nn.Embedding(9, 6), up=(6, 8), gate=8, down=(8, 6), head=nn.Linear(6, 9, bias=False))
+        net = Dense(forward, **layers, mask=mask)
         net.head.weight = net.embed.weight
-        net.register_buffer("mask", torch.full((9,), -torch.inf).index_fill(0, torch.tensor([0, 1]), 0.0))
         return net
 
     x = torch.tensor([[1, 2], [3, 4]])

@@ -16,7 +16,7 @@ from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.gate import name_gates
 from tests.compaction.networks import Model, set_gates
 from tests.examples.killing import without_seconds
-from tests.networks import Net
+from tests.networks import Dense
 
 CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
 
@@ -102,8 +102,11 @@ def test_a_run_can_be_resumed():
 def test_a_site_without_open_gates_leaves():
     """From the network, the guide and the objective's coefficients; weight decay goes on with what is left."""
     layers = dict(one=nn.Conv2d(2, 3, 3, padding=1), gate=L0Gate(3, dim=1), two=nn.Conv2d(3, 2, 3, padding=1))
-    layers.update(head_gate=L0Gate(2), head=nn.Linear(2, 2))
-    net = Net(lambda s, x: s.head(s.head_gate((x + s.two(s.gate(s.one(x).relu()))).mean((2, 3)))), **layers)
+
+    def forward(s, x):
+        return s.head(s.head_gate((x + s.two(s.gate(s.one(x).relu()))).mean((2, 3))))
+
+    net = Dense(forward, **layers, head_gate=2, head=(2, 2))
     model, x, y = Model(net), torch.randn(4, 2, 5, 5), torch.randint(2, (4,))
     guide, names = AutoGate(model), ("net.gate", "net.head_gate")
     elbo = L0_ELBO("l0", lam=dict.fromkeys(names, 0.1), group_size=dict.fromkeys(names, 2.0))

@@ -4,30 +4,22 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import L0Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
+from tests.networks import Dense
 
 
-class Between(nn.Module):
+def between(operation, *layers, second=False):
     """An operation between eight gated units and the layer that reads what it makes."""
 
-    def __init__(self, operation, *layers, second=False):
-        super().__init__()
-        self.one, self.gate = nn.Linear(6, 8), L0Gate(8)
-        self.layers = nn.ModuleList(layers)
-        self.operation = operation
-        self.other = nn.Linear(6, 8) if second else None
-        with torch.no_grad():
-            self.out = nn.Linear(self.middle(torch.ones(2, 6)).shape[-1], 3)
+    def forward(net, x):
+        h = net.gate(net.one(x))
+        return net.out(operation(*([h, net.other(x)] if second else [h]), *net.layers))
 
-    def middle(self, x):
-        h = self.gate(self.one(x))
-        inputs = [h] if self.other is None else [h, self.other(x)]
-        return self.operation(*inputs, *self.layers)
-
-    def forward(self, x):
-        return self.out(self.middle(x))
+    others = {"other": (6, 8)} if second else {}
+    network = Dense(forward, one=(6, 8), gate=8, layers=nn.ModuleList(layers), **others, out=nn.LazyLinear(3))
+    network(torch.ones(2, 6))
+    return network
 
 
 def close_some(network, fraction=0.5, seed=0):

@@ -34,41 +34,6 @@ def added(one, other):
     return Net(lambda net, x: net.one(x) + net.other(x), one=one, other=other)
 
 
-def product(one, other):
-    """Two branches, of which one multiplies the other."""
-    return Net(lambda net, x: F.silu(net.one(x)) * net.other(x), one=one, other=other)
-
-
-class Beside(nn.Module):
-    """Branches side by side."""
-
-    def __init__(self, dim, *branches):
-        super().__init__()
-        self.dim = dim
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x):
-        return torch.cat([branch(x) for branch in self.branches], self.dim)
-
-
-def repeated(layers):
-    return Net(lambda net, x: net.layers(net.layers(x)), layers=layers)
-
-
-def channel_norm(size):
-    """Layer norm over the maps of each pixel."""
-    return Net(lambda net, x: net.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.LayerNorm(size))
-
-
-def tokens():
-    return Net(lambda net, x: x.flatten(2).transpose(1, 2))
-
-
-def mean_head(size):
-    """The mean over all tokens, and a dense layer."""
-    return Net(lambda net, x: net.layer(x.mean(1)), layer=nn.Linear(size, 3))
-
-
 class _Pieces:
     """Draws pieces from a number of units to a number of units, along a dimension."""
 
@@ -105,12 +70,15 @@ class _Pieces:
             return added(self.chain(size, 2), self.branch(size, size)), size
         if kind == "product":
             hidden = self.one_of(*SIZES)
-            branches = product(self.layer(size, hidden), self.layer(size, hidden))
-            return nn.Sequential(branches, L0Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
+            layers = {name: self.layer(size, hidden) for name in ("one", "other")}
+            product = Net(lambda net, x: F.silu(net.one(x)) * net.other(x), **layers)
+            return nn.Sequential(product, L0Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
         if kind == "beside":
-            return Beside(self.dim, self.branch(size, 4), self.chain(size, 2)), size + 4
+            branches, dim = {"one": self.branch(size, 4), "other": self.chain(size, 2)}, self.dim
+            return Net(lambda net, x: torch.cat([net.one(x), net.other(x)], dim), **branches), size + 4
         if kind == "repeated":
-            return repeated(added(nn.Identity(), self.branch(size, size))), size
+            layers = added(nn.Identity(), self.branch(size, size))
+            return Net(lambda net, x: net.layers(net.layers(x)), layers=layers), size
         return added(nn.Identity(), self.own(size)), size
 
     def stage(self, size, longest):
@@ -134,13 +102,9 @@ class _Maps(_Pieces):
         return nn.Conv2d(read, write, kernel, padding=kernel // 2, groups=groups, bias=self.draw(st.booleans()))
 
     def norms(self, size):
-        return (
-            nn.BatchNorm2d(size),
-            nn.GroupNorm(2, size),
-            nn.InstanceNorm2d(size, affine=True),
-            channel_norm(size),
-            nn.PReLU(size),
-        )
+        norms = nn.BatchNorm2d(size), nn.GroupNorm(2, size), nn.InstanceNorm2d(size, affine=True)
+        of_pixels = Net(lambda net, x: net.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.LayerNorm(size))
+        return *norms, of_pixels, nn.PReLU(size)
 
     def own(self, size):
         """Each map filtered by itself, as in MobileNet."""
@@ -174,9 +138,10 @@ def cases(draw):
     size = maps.one_of(*SIZES)
     layers = [maps.layer(2, size), L0Gate(size, dim=1), *maps.chain(size, 2)]
     more, size = maps.stage(size, 2)
-    layers += [*more, tokens()]
+    layers += [*more, Net(lambda net, x: x.flatten(2).transpose(1, 2))]  # tokens
     more, size = features.stage(size, 2)
-    network = nn.Sequential(*layers, *more, mean_head(size)).double().eval()
+    head = Net(lambda net, x: net.layer(x.mean(1)), layer=nn.Linear(size, 3))
+    network = nn.Sequential(*layers, *more, head).double().eval()
     with torch.no_grad():
         for module in network.modules():
             _away_from_start(module)

@@ -8,34 +8,9 @@ from torch import nn
 
 from pyro_l0.nn import L0Gate, fix_gates
 from pyro_l0.nn.engine import analyse, record
-from pyro_l0.nn.gate import name_gates
 from tests.engine import own_operation
-from tests.engine.exactness import Between, close_some, examine, shake
-from tests.networks import Net
-
-
-class Bottleneck(nn.Module):
-    """A residual block of a convolutional network."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.one, self.two = nn.Conv2d(16, width, 1), nn.Conv2d(width, width, 3, 1, 1)
-        self.three = nn.Conv2d(width, 16, 1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.BatchNorm2d(16)])
-        self.gates = nn.ModuleList([L0Gate(width, dim=1), L0Gate(width, dim=1)])
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        h = self.gates[0](self.relu(self.norms[0](self.one(x))))
-        h = self.norms[2](self.three(self.gates[1](self.relu(self.norms[1](self.two(h))))))
-        h += x
-        return self.relu(h)
-
-
-def residual():
-    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
-    head = nn.Sequential(L0Gate(16, dim=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
-    return nn.Sequential(stem, Bottleneck(8), Bottleneck(12), head)
+from tests.engine.exactness import between, close_some, examine, shake
+from tests.networks import Dense
 
 
 def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
@@ -49,8 +24,7 @@ def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
         h = net.one(net.gate(x))
         return h + net.two(x) if use_all else h
 
-    network = Net(forward, gate=L0Gate(6), one=nn.Linear(6, 4), two=nn.Linear(6, 4))
-    analysis = examine(network, examples, closed)
+    analysis = examine(Dense(forward, gate=6, one=(6, 4), two=(6, 4)), examples, closed)
     assert analysis.remaining["one.weight"][1].tolist() == [1, 3, 5]
     assert analysis.remaining["two.weight"][1].tolist() == list(range(6))
 
@@ -59,21 +33,18 @@ def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
 def test_several_examples_take_several_ways():
     """What one way does not read, another may; what no recorded way used is not in the answer."""
 
-    class Ways(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate = nn.Linear(6, 4), L0Gate(4)
-            self.ways = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2), "c": nn.Linear(4, 2)})
+    def forward(net, x, way="a"):
+        h = net.gate(torch.relu(net.one(x)))
+        return net.ways[way](h if way == "a" else h.softmax(-1))
 
-        def forward(self, x, way="a"):
-            h = self.gate(torch.relu(self.one(x)))
-            return self.ways[way](h if way == "a" else h.softmax(-1))
+    def network():
+        return Dense(forward, one=(6, 4), gate=4, ways=nn.ModuleDict({way: nn.Linear(4, 2) for way in "abc"}))
 
     x = torch.randn(2, 6, dtype=torch.float64)
-    one = examine(Ways(), x)
+    one = examine(network(), x)
     assert len(one.removed["gate"]) == 2
     assert "ways.b.weight" not in one.remaining
-    both = examine(Ways(), [(x,), (x, "b")])
+    both = examine(network(), [(x,), (x, "b")])
     assert not len(both.removed["gate"])
     assert "ways.b.weight" in both.remaining
     assert "ways.c.weight" not in both.remaining
@@ -102,52 +73,32 @@ def test_all_that_stays_matters():
 
 
 def test_writes_to_views_pin_what_they_alias_and_nothing_else():
-    class Net(nn.Module):
-        def __init__(self, writes):
-            super().__init__()
-            self.one, self.gate, self.two, self.second = nn.Linear(6, 8), L0Gate(8), nn.Linear(8, 8), L0Gate(8)
-            self.out = nn.Linear(8, 2)
-            self.writes = writes
+    def writing(net, h):
+        h[:, :4] *= 2
+        return h
 
-        def forward(self, x):
-            h = self.gate(torch.relu(self.one(x)))
-            if self.writes:
-                h[:, :4] *= 2
-            else:
-                h = h.view(len(h), -1).mul_(2)  # nobody reads what was there before
-            return self.out(self.second(torch.relu(self.two(h))))
+    def changing(net, h):
+        return h.view(len(h), -1).mul_(2)  # nobody reads what was there before
 
-    x = torch.randn(2, 6, dtype=torch.float64)
-    pinned = examine(Net(True), x)
+    def examined(change):
+        def forward(net, x):
+            return net.out(net.second(torch.relu(net.two(change(net, net.gate(torch.relu(net.one(x))))))))
+
+        network = Dense(forward, one=(6, 8), gate=8, two=(8, 8), second=8, out=(8, 2))
+        return examine(network, torch.randn(2, 6, dtype=torch.float64))
+
+    pinned = examined(writing)
     assert set(pinned.barriers) == {"write in place in the network"}
     assert set(pinned.reasons["gate"].values()) == {"write in place in the network"}
     assert len(pinned.removed["second"]) == 4
-    free = examine(Net(False), x)
+    free = examined(changing)
     assert len(free.removed["gate"]) == len(free.removed["second"]) == 4
     assert not free.barriers
 
 
-def test_tensors_that_nobody_can_slice_stay():
-    scale = torch.ones(8, dtype=torch.float64)
-    analysis = examine(Between(lambda h: h * scale), torch.randn(2, 6, dtype=torch.float64))
-    assert set(analysis.reasons["gate"].values()) == {"a tensor that is no parameter or buffer, at mul in the network"}
-
-
-def test_what_is_refused():
-    network = nn.Sequential(nn.Linear(6, 8), L0Gate(8), nn.Linear(8, 2))
-    name_gates(network)
-    recording = record(network, torch.ones(2, 6))
-    with pytest.raises(ValueError, match=r"Expected gates of the network, \['1'\], but got '2'"):
-        analyse(recording, {"2": torch.ones(8, dtype=torch.bool)})
-    with pytest.raises(TypeError, match="invert"):
-        analyse(recording, {"1": torch.ones(8)})
-    with pytest.raises(ValueError, match="broadcast"):
-        analyse(recording, {"1": torch.ones(7, dtype=torch.bool)})
-
-
 def test_a_rule_from_outside_takes_one_short_file():
     assert len(Path(own_operation.__file__).read_text().splitlines()) <= 30
-    network = Between(lambda h: own_operation.swap_halves(h.unsqueeze(-1).expand(-1, -1, 4)).sum(1))
+    network = between(lambda h: own_operation.swap_halves(h.unsqueeze(-1).expand(-1, -1, 4)).sum(1))
     network.gate.dim = 1
     analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
     assert len(analysis.removed["gate"]) == 4

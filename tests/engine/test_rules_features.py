@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import L0Gate
-from tests.engine.exactness import Between, examine
-from tests.networks import Net
+from tests.engine.exactness import between, examine
+from tests.networks import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 
@@ -15,14 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is
 def swiglu(h, up):
     one, other = up(h).chunk(2, -1)
     return F.silu(one) * other
-
-
-def masked(h):
-    return h.masked_fill(torch.arange(8) % 2 == 0, -1.0)
-
-
-def in_place(h):
-    return h.clone().mul_(2.0).relu_()
 
 
 ACTIVATIONS = (torch.relu, F.gelu, torch.tanh, F.silu, F.elu, F.selu, F.mish, F.softsign, F.hardswish, torch.abs)
@@ -33,7 +24,7 @@ PASSING = {
     "self product": lambda h: h * h,
     "scaled": lambda h: 2 * h / 3,
     "clamped": lambda h: h.clamp(-1, 1),
-    "in place": in_place,
+    "in place": lambda h: h.clone().mul_(2.0).relu_(),
     "dropout": lambda h: F.dropout(h, 0.5, False),
     "where zero": lambda h: torch.where(h > 0, h, 0.0),
     "filled with zero": lambda h: h.masked_fill(h < 0, 0.0),
@@ -89,12 +80,15 @@ PASSING = {
     "ones": lambda h: h * torch.ones_like(h),
     "lerp": lambda h: torch.lerp(h, 2 * h, 0.3),
 }
+SIZE_OF_OTHERS = "shape[1] of a tensor, which is the size of other units, too"
+SCALE = torch.ones(8)
 STAYING = {
     "constant": (lambda h: h + 1.0, "linear in out"),
     "sigmoid": (torch.sigmoid, "linear in out"),
+    "constant tensor": (lambda h: h * SCALE, "a tensor that is no parameter or buffer, at mul in the network"),
     "softplus": (F.softplus, "linear in out"),
     "exp": (torch.exp, "linear in out"),
-    "filled": (masked, "arange in the network"),
+    "filled": (lambda h: h.masked_fill(torch.arange(8) % 2 == 0, -1.0), "arange in the network"),
     "mean": (lambda h: h.mean(-1, keepdim=True), "mean in the network"),
     "max": (lambda h: h.amax(-1, keepdim=True), "amax in the network"),
     "variance": (lambda h: h.var(-1, keepdim=True), "var in the network"),
@@ -105,14 +99,8 @@ STAYING = {
     "roll": (lambda h: h.roll(3, -1), "roll in the network"),
     "select": (lambda h: h[:, 2:3] + h[:, :1] + h.select(1, 4)[:, None], "select in the network"),
     "index": (lambda h: h[:, [0, 3, 5]], "index in the network"),
-    "slices": (
-        lambda h: torch.cat([h[:, 4:], h[:, :4]], -1),
-        "shape[1] of a tensor, which is the size of other units, too",
-    ),
-    "every other": (
-        lambda h: h[:, ::2],
-        "shape[1] of a tensor, which is the size of other units, too",
-    ),
+    "slices": (lambda h: torch.cat([h[:, 4:], h[:, :4]], -1), SIZE_OF_OTHERS),
+    "every other": (lambda h: h[:, ::2], SIZE_OF_OTHERS),
     "index select": (lambda h: h.index_select(1, torch.tensor([0, 3, 5])), "index_select in the network"),
     "gather": (lambda h: h.gather(1, torch.zeros(len(h), 8, dtype=torch.long)), "gather in the network"),
     "reflected": (lambda h: F.pad(h[:, None], (2, 1), mode="reflect")[:, 0], "pad in the network"),
@@ -122,7 +110,7 @@ STAYING = {
 
 @pytest.mark.parametrize("name", PASSING)
 def test_closed_units_pass_and_leave(name):
-    analysis = examine(Between(PASSING[name]), torch.randn(2, 6, dtype=torch.float64))
+    analysis = examine(between(PASSING[name]), torch.randn(2, 6, dtype=torch.float64))
     assert len(analysis.removed["gate"]) == 4
     assert analysis.gates["gate"].front.tolist() == analysis.gates["gate"].behind.tolist()
     assert not analysis.reasons["gate"]
@@ -133,7 +121,7 @@ def test_closed_units_pass_and_leave(name):
 @pytest.mark.parametrize("name", STAYING)
 def test_closed_units_stay_and_why(name):
     operation, reason = STAYING[name]
-    analysis = examine(Between(operation), torch.randn(2, 6, dtype=torch.float64))
+    analysis = examine(between(operation), torch.randn(2, 6, dtype=torch.float64))
     assert set(analysis.reasons["gate"].values()) == {reason}
     assert not len(analysis.removed["gate"])
     assert name != "unknown" or any(barrier.endswith("in the network") for barrier in analysis.barriers)
@@ -142,7 +130,7 @@ def test_closed_units_stay_and_why(name):
 
 @pytest.mark.parametrize("name", ["constant", "sigmoid", "softplus", "exp"])
 def test_constants_leave_into_the_bias(name):
-    analysis = examine(Between(STAYING[name][0]), torch.randn(2, 6, dtype=torch.float64), folds=True)
+    analysis = examine(between(STAYING[name][0]), torch.randn(2, 6, dtype=torch.float64), folds=True)
     assert len(analysis.removed["gate"]) == 4
     (fold,) = analysis.folds
     assert (fold.path, fold.weight, fold.bias, fold.dim) == ("out", "out.weight", "out.bias", 1)
@@ -153,28 +141,28 @@ def test_constants_leave_into_the_bias(name):
 @pytest.mark.parametrize(
     ("network", "removed"),
     [
-        (Between(lambda h, one: h * one, second=True), 4),
-        (Between(lambda h, one: h + one, second=True), 0),
-        (Between(lambda h, one: torch.cat([h, one], -1), second=True), 4),
-        (Between(lambda h, one: h / (1 + one**2), second=True), 4),
-        (Between(lambda h, one: one / (1 + h**2), second=True), 0),
-        (Between(lambda h, one: torch.where(one > 0, h, h * 2), second=True), 4),
-        (Between(lambda h, one: torch.einsum("bi,bj->bij", h, one).flatten(1), second=True), 4),
-        (Between(lambda h, one: torch.einsum("bi,bi->b", h, one)[:, None], second=True), 4),
-        (Between(lambda h, one: (h * one).sum(-1, keepdim=True), second=True), 4),
-        (Between(lambda h, one: h @ one.t()[:, :1], second=True), 4),
-        (Between(lambda h, prelu: prelu(h), nn.PReLU(8)), 4),
-        (Between(lambda h, prelu: prelu(h), nn.PReLU()), 4),
-        (Between(lambda h, norm: norm(h), nn.BatchNorm1d(8)), 0),
-        (Between(lambda h, norm: norm(h), nn.LayerNorm(8)), 0),
-        (Between(lambda h, norm: norm(h), nn.RMSNorm(8)), 4),
-        (Between(lambda h, norm: norm(h), nn.GroupNorm(4, 8)), 0),
-        (Between(swiglu, nn.Linear(8, 10)), 4),
-        (Between(lambda h: F.glu(torch.cat([h, h + 1], -1), -1)), 4),
-        (Between(lambda h: F.glu(torch.cat([h + 1, h], -1), -1)), 0),
-        (Between(lambda h, layer: layer(h, h), nn.Bilinear(8, 8, 4)), 4),
-        (Between(lambda h, layer: layer(h), nn.Linear(8, 4, bias=False)), 4),
-        (Between(lambda h, layer: layer(h), nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), 0),
+        (between(lambda h, one: h * one, second=True), 4),
+        (between(lambda h, one: h + one, second=True), 0),
+        (between(lambda h, one: torch.cat([h, one], -1), second=True), 4),
+        (between(lambda h, one: h / (1 + one**2), second=True), 4),
+        (between(lambda h, one: one / (1 + h**2), second=True), 0),
+        (between(lambda h, one: torch.where(one > 0, h, h * 2), second=True), 4),
+        (between(lambda h, one: torch.einsum("bi,bj->bij", h, one).flatten(1), second=True), 4),
+        (between(lambda h, one: torch.einsum("bi,bi->b", h, one)[:, None], second=True), 4),
+        (between(lambda h, one: (h * one).sum(-1, keepdim=True), second=True), 4),
+        (between(lambda h, one: h @ one.t()[:, :1], second=True), 4),
+        (between(lambda h, prelu: prelu(h), nn.PReLU(8)), 4),
+        (between(lambda h, prelu: prelu(h), nn.PReLU()), 4),
+        (between(lambda h, norm: norm(h), nn.BatchNorm1d(8)), 0),
+        (between(lambda h, norm: norm(h), nn.LayerNorm(8)), 0),
+        (between(lambda h, norm: norm(h), nn.RMSNorm(8)), 4),
+        (between(lambda h, norm: norm(h), nn.GroupNorm(4, 8)), 0),
+        (between(swiglu, nn.Linear(8, 10)), 4),
+        (between(lambda h: F.glu(torch.cat([h, h + 1], -1), -1)), 4),
+        (between(lambda h: F.glu(torch.cat([h + 1, h], -1), -1)), 0),
+        (between(lambda h, layer: layer(h, h), nn.Bilinear(8, 8, 4)), 4),
+        (between(lambda h, layer: layer(h), nn.Linear(8, 4, bias=False)), 4),
+        (between(lambda h, layer: layer(h), nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), 0),
     ],
 )
 def test_two_operands_and_layers(network, removed):
@@ -190,13 +178,7 @@ def test_attention_over_constants_varies():
         v = (net.gate(net.query(x))[:, None, :3] + net.values) * 1.0
         return net.out(F.scaled_dot_product_attention(q, q[:, :, :3], v)[:, 0])
 
-    network = Net(
-        forward,
-        query=nn.Linear(6, 4),
-        gate=L0Gate(4),
-        out=nn.Linear(4, 2),
-        values=nn.Parameter(torch.randn(1, 1, 3, 4)),
-    )
+    network = Dense(forward, query=(6, 4), gate=4, out=(4, 2), values=nn.Parameter(torch.randn(1, 1, 3, 4)))
     analysis = examine(network, torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
     assert not analysis.folds
     assert len(analysis.gates["gate"].behind) == 4

@@ -7,31 +7,20 @@ from pyro_l0.nn import L0Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
 from tests.engine.exactness import examine
-from tests.networks import Net
+from tests.networks import Dense, Net
 
 
 def inputs(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def residual(gate, branch, shape=lambda h: h):
-    def forward(net, x):
-        h = net.gate(net.shape(net.branch(x)))
-        return x + h.reshape(x.shape)
-
-    return Net(forward, gate=gate, branch=branch, shape=shape)
-
-
 def test_a_gate_that_is_drawn_for_ones():
     """A gate of ones is a number of the whole block, which closes it."""
 
-    network = Net(
-        lambda net, x: x + net.gate(x.new_ones(1, 1)) * net.two(torch.relu(net.one(x))),
-        one=nn.Linear(6, 5),
-        two=nn.Linear(5, 6),
-        gate=L0Gate(1),
-    )
-    analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True])})
+    def forward(net, x):
+        return x + net.gate(x.new_ones(1, 1)) * net.two(torch.relu(net.one(x)))
+
+    analysis = examine(Dense(forward, one=(6, 5), two=(5, 6), gate=1), inputs(2, 6), {"gate": torch.tensor([True])})
     assert len(analysis.remaining["one.weight"][0]) == 1
 
 
@@ -42,7 +31,7 @@ def test_calls_of_one_gate_have_one_size():
         plain = net.one(x)
         return net.out(net.gate(plain)) + net.out(net.gate(net.two(x))) + plain.sum(-1, keepdim=True)
 
-    network = Net(forward, one=nn.Linear(6, 4), two=nn.Linear(6, 4), gate=L0Gate(4), out=nn.Linear(4, 2))
+    network = Dense(forward, one=(6, 4), two=(6, 4), gate=4, out=(4, 2))
     analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True, False, False, True])})
     assert analysis.gates["gate"].front.tolist() == [0, 1, 2, 3]
     assert analysis.gates["gate"].behind.tolist() == [1, 2]
@@ -52,7 +41,8 @@ def test_calls_of_one_gate_have_one_size():
 def test_constants_that_stay_are_still_computed():
     """With all gates closed the output is constant; what stays since no dimension may be empty is still right."""
     branch = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
-    layers = [nn.Linear(6, 4), L0Gate(4), residual(nn.Identity(), branch), nn.LayerNorm(4), nn.Linear(4, 3)]
+    residual = Net(lambda net, x: x + net.branch(x), branch=branch)
+    layers = [nn.Linear(6, 4), L0Gate(4), residual, nn.LayerNorm(4), nn.Linear(4, 3)]
     examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
     layers = [nn.Linear(6, 4), L0Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
     analysis = examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
@@ -63,15 +53,10 @@ def test_constants_that_stay_are_still_computed():
 def test_constants_at_open_gates_vary_unless_the_gates_are_fixed():
     """A constant that an open gate multiplies leaves into a bias only where the gate's value is given."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.second, self.out = nn.Linear(6, 4), L0Gate(4), L0Gate(4), nn.Linear(4, 2)
+    def forward(net, x):
+        return net.out(net.second(net.gate(net.one(x)).sigmoid()))
 
-        def forward(self, x):
-            return self.out(self.second(self.gate(self.one(x)).sigmoid()))
-
-    network = Net().double()
+    network = Dense(forward, one=(6, 4), gate=4, second=4, out=(4, 2)).double()
     name_gates(network)
     closed = {"gate": torch.tensor([True, True, False, False]), "second": torch.tensor([True, False, True, False])}
     recording = record(network, inputs(2, 6))

@@ -7,6 +7,7 @@ from torch import nn
 
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import analyse, record
+from tests.networks import Dense
 
 SHAPE = (3, 6, 4, 4)
 DIMS = (1, 3)
@@ -149,17 +150,13 @@ def test_an_operation_on_what_stays_makes_what_stays(name, share):
 def test_the_price_of_a_computed_weight_in_groups():
     """A gated style makes the weights of a convolution whose input is the same for every example."""
 
-    class Styled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.start, self.weight = nn.Parameter(torch.ones(1, 4, 3, 3)), nn.Parameter(torch.ones(5, 4, 1, 1))
-            self.style, self.gate, self.head = nn.Linear(2, 4), L0Gate(4), nn.Conv2d(5, 2, 1)
+    def forward(net, x):
+        weight = net.weight * net.gate(net.style(x))[:, None, :, None, None]
+        maps = F.conv2d(net.start.repeat(1, len(x), 1, 1), weight.flatten(0, 1), groups=len(x))
+        return net.head(maps.unflatten(1, (len(x), -1))[0])
 
-        def forward(self, x):
-            weight = self.weight * self.gate(self.style(x))[:, None, :, None, None]
-            maps = F.conv2d(self.start.repeat(1, len(x), 1, 1), weight.flatten(0, 1), groups=len(x))
-            return self.head(maps.unflatten(1, (len(x), -1))[0])
-
-    cost = NetworkCost(Styled(), torch.ones(2, 2))
+    start, weight = nn.Parameter(torch.ones(1, 4, 3, 3)), nn.Parameter(torch.ones(5, 4, 1, 1))
+    network = Dense(forward, start=start, weight=weight, style=(2, 4), gate=4, head=nn.Conv2d(5, 2, 1))
+    cost = NetworkCost(network, torch.ones(2, 2))
     assert cost.weights({"gate": torch.ones(4)}) == cost.total_weights
     assert cost.weights({"gate": torch.zeros(4)}) == 0

@@ -11,7 +11,7 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.nn import L0Gate, fix_gates, insert_gates
 from pyro_l0.nn.gate import name_gates
-from tests.networks import Net
+from tests.networks import Dense
 
 # torch says so of the packed batches that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -69,23 +69,6 @@ def test_gates_in_fused_transformer_layers_act_in_eval(make, norm_first, padding
     assert not torch.allclose(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "message"),
-    [
-        (lambda: layer(), "self_attn.out_proj", "nn.MultiheadAttention reads the weights of 'self_attn.out_proj'"),
-        (
-            lambda: nn.ModuleDict({"rnn": nn.GRU(3, 4)}),
-            "rnn",
-            r"L0Gate\(4\) for the hidden units of 'rnn'.*got L0Gate\(8",
-        ),
-        (lambda: nn.ModuleDict({"rnn": nn.LSTM(3, 8, proj_size=2)}), "rnn", "without proj_size, but got proj_size=2"),
-    ],
-)
-def test_gates_behind_what_is_not_called_or_returns_more_are_refused(make, path, message):
-    with pytest.raises(ValueError, match=message):
-        insert_gates(make(), {path: L0Gate(8)})
-
-
 @pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 def test_attributes_of_a_module_with_a_gate_are_read():
     """Its sizes, and its weights: the operations say what follows from that."""
@@ -96,42 +79,9 @@ def test_attributes_of_a_module_with_a_gate_are_read():
         assert net.a.out_features == 4
         return net.b(F.linear(x.to(net.a.weight.dtype), net.a.weight) + 0 * net.a(x))
 
-    network = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    network = Dense(forward, a=(3, 4), b=(4, 2))
     gated, x = insert_gates(network.double(), {"a": L0Gate(4)}), torch.randn(2, 3).double()
     gates = {"a.1": torch.tensor([1.0, 0.0, 1.0, 0.0]).double()}
     found = compact(gated, gates, x)
     assert found.network.a.out_features == 4  # what is read past the gate stays
     assert found.certificate < 1e-10
-
-
-class Twice(nn.Module):
-    """One activation, one block and one layer at several places; an input of several parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.act, self.same, self.unused = nn.ReLU(), nn.Tanh(), nn.ReLU()
-        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), self.same)] * 2)
-        self.scale = nn.Bilinear(4, 4, 4)
-
-    def forward(self, batch):
-        h = self.act(self.first(batch["x"]))
-        h = self.act(self.second(h))
-        h = self.block(self.block(h))
-        for block in self.blocks:
-            h = block(h)
-        return self.last(self.scale(h, h))
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("act", r"'act' to be called on the same units each time.*'act' behind 'first' and at 'act' behind 'second'"),
-        ("unused", "'unused' to be called.*it is never called"),
-        ("blocks", "'blocks' to be called.*it is never called"),
-    ],
-)
-def test_a_gate_behind_a_module_that_is_called_on_other_units_or_never_is_refused(path, message):
-    with pytest.raises(ValueError, match=message):
-        insert_gates(Twice(), {path: L0Gate(4)}, ({"x": torch.randn(2, 3)},))

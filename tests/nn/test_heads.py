@@ -7,17 +7,7 @@ from torch import nn
 from pyro_l0.nn import fix_gates, gate_heads
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.heads import PlainAttention
-from tests.networks import Net
-
-
-def attention():
-    """Attention of one's own: two heads of three features."""
-
-    def forward(net, x):
-        q, k, v = net.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
-        return net.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
-
-    return Net(forward, qkv=nn.Linear(6, 18), out=nn.Linear(6, 4))
+from tests.networks import Attention
 
 
 @pytest.fixture
@@ -31,7 +21,7 @@ def randn(generator, *sizes):
 
 def test_a_gate_multiplies_its_heads_columns(generator):
     """The same as a projection whose columns were multiplied; the network itself stays as it was."""
-    net = attention().double()
+    net = Attention(6, 2).double()
     gated = gate_heads(net, {"out": 2})
     assert {name: (gate.size, gate.dim) for name, gate in gate_names(gated).items()} == {"out.gate": (2, -2)}
     x = randn(generator, 2, 5, 6)

@@ -1,7 +1,6 @@
 """Gates in networks that were written without them, also behind modules that are called several times."""
 
 import pyro
-import pytest
 import torch
 from pyro import poutine
 from torch import nn
@@ -9,67 +8,40 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import NetworkCost, insert_gates, suggest_gates
-
-X = torch.randn(3, 1, 4, 4)
-
-
-# ------------------------------------------------------------ modules that a network calls several times
+from tests.networks import Dense
 
 torch.manual_seed(0)
 LEFT, RIGHT = torch.randn(240, 6).double(), torch.randn(240, 6).double()
 
 
-class Siamese(nn.Module):
+def siamese():
     """One tower for two inputs."""
 
-    def __init__(self):
-        super().__init__()
-        self.tower = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5), nn.Tanh())
-        self.head = nn.Linear(15, 2)
+    def forward(net, left, right):
+        one, other = net.tower(left), net.tower(right)
+        return net.head(torch.cat([one, other, (one - other).abs()], -1))
 
-    def forward(self, left, right):
-        one, other = self.tower(left), self.tower(right)
-        return self.head(torch.cat([one, other, (one - other).abs()], -1))
-
-
-class Repeated(nn.Module):
-    """One layer three times, as in ALBERT, and one under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter, self.inner, self.act = nn.Linear(6, 8), nn.Linear(8, 12), nn.GELU()
-        self.outer, self.head = nn.Linear(12, 8), nn.Linear(8, 2)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())] * 2)
-
-    def forward(self, left, right):
-        h = self.enter(left + right)
-        for _ in range(3):
-            h = h + self.outer(self.act(self.inner(h)))
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h)
+    tower = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5), nn.Tanh())
+    return Dense(forward, tower=tower, head=(15, 2))
 
 
 def counted(network):
     return sum(module.weight.numel() for module in set(network.modules()) if isinstance(module, nn.Linear))
 
 
-@pytest.mark.parametrize("kind", [Siamese, Repeated])
-def test_suggestions_costs_and_compaction_agree(kind):
+def test_suggestions_costs_and_compaction_agree():
     """A unit saves the weights of its rows and columns once, and their multiply-adds at each call."""
     torch.manual_seed(1)
-    network, example = kind().double(), (LEFT[:3], RIGHT[:3])
+    network, example = siamese().double(), (LEFT[:3], RIGHT[:3])
     found = suggest_gates(network, example)
-    assert {"tower.1", "tower.3"} <= found.keys() if kind is Siamese else {"act", "layers.0.1"} <= found.keys()
+    assert {place.path: (place.weights, place.macs) for place in found.locations} == {
+        "tower.1": (6 + 5, 2 * (6 + 5)),
+        "tower.3": (16 + 6, 2 * 16 + 6),
+    }
     gated = insert_gates(network, found, example)
     cost = NetworkCost(gated, example)
     assert cost.total_weights == counted(network)
-    if kind is Siamese:
-        assert {place.path: (place.weights, place.macs) for place in found.locations} == {
-            "tower.1": (6 + 5, 2 * (6 + 5)),
-            "tower.3": (16 + 6, 2 * 16 + 6),
-        }
-        assert cost.group_sizes == {"tower.1.1": 5, "tower.3.1": 6}
+    assert cost.group_sizes == {"tower.1.1": 5, "tower.3.1": 6}
     gates = {site: (torch.arange(size) % 2).double() for site, size in cost.sizes.items()}
     small = compact(gated, gates, example)
     assert small.certificate < 1e-10
@@ -79,7 +51,7 @@ def test_suggestions_costs_and_compaction_agree(kind):
 def test_one_site_with_one_draw():
     """In a loss evaluation, and for Pyro's handlers; its gradient is that of both calls."""
     torch.manual_seed(1)
-    gated = insert_gates(Siamese().double(), suggest_gates(Siamese().double(), (LEFT[:3], RIGHT[:3])))
+    gated = insert_gates(siamese().double(), suggest_gates(siamese().double(), (LEFT[:3], RIGHT[:3])))
     pyro.set_rng_seed(2)
     trace = poutine.trace(gated).get_trace(LEFT, RIGHT)
     assert [name for name, site in trace.nodes.items() if site["type"] == "sample"] == ["tower.1.1", "tower.3.1"]

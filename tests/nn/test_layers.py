@@ -12,19 +12,11 @@ from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import L0Gate, fix_gates, insert_gates
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names, name_gates
-from tests.networks import Net
+from tests.compaction.networks import Model
 
 
 def network():
     return nn.Sequential(L0Gate(4), nn.Linear(4, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 2))
-
-
-def model_network():
-    def forward(net, x):
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=net.net(x)), obs=torch.zeros(len(x)))
-
-    return Net(forward, net=network())
 
 
 def sites(model, *args):
@@ -35,10 +27,9 @@ def sites(model, *args):
 def test_names_of_sites():
     """By name_gates or by what inserts gates, or else in the order of their calls; they stay."""
     x = torch.ones(2, 4)
-    model = model_network()
-    name_gates(model)
+    model = Model(network())
     guide = AutoGate(model)
-    L0_ELBO()(model, guide)(x)
+    L0_ELBO()(model, guide)(x, torch.zeros(2))
     assert list(guide.posterior()) == ["net.0", "net.3"]
     assert list(gate_names(model.net)) == ["net.0", "net.3"]
     inserted = insert_gates(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), {"1": L0Gate(3)})
@@ -87,9 +78,8 @@ def test_units_of_any_dimension(shape, dim, size):
 def test_the_prior_moves_with_the_network():
     gate = L0Gate(3, prior=HardConcrete(torch.zeros(3), torch.full((3,), 0.5)))
     gate.double()
-    assert (
-        poutine.trace(gate).get_trace(torch.ones(2, 3)).nodes["gate0"]["fn"].base_dist.log_alpha.dtype == torch.float64
-    )
+    prior = poutine.trace(gate).get_trace(torch.ones(2, 3)).nodes["gate0"]["fn"].base_dist
+    assert prior.log_alpha.dtype == torch.float64
 
 
 def test_fixed_gates_are_deterministic_and_leave_the_network():

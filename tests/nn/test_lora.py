@@ -55,6 +55,18 @@ def with_changes(model):
     return model
 
 
+def bert(transformers, words, **options):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=words, max_position_embeddings=8, num_labels=2, **sizes, **options)
+    return transformers.BertForSequenceClassification(config)
+
+
+def adapted_bert(peft, network):
+    return peft.get_peft_model(
+        network, peft.LoraConfig(r=4, target_modules=["query", "value", "dense"], task_type="SEQ_CLS")
+    )
+
+
 def set_gates(model, values):
     """Test gates of some values, in [0, 1], and the values."""
     gate, values = model.lora_ranks, torch.tensor(values)
@@ -204,16 +216,12 @@ def test_other_adapters_stay(peft, tmp_path):
 def test_all_layers_share_a_draw_when_blocks_run_again(peft):
     """Gradients are those of a model without checkpointed blocks."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=11, max_position_embeddings=8, num_labels=2, **sizes)
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     torch.manual_seed(0)
-    plain = transformers.BertForSequenceClassification(config)
+    plain = bert(transformers, 11, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     found = []
     for is_checkpointed in (False, True):
         torch.manual_seed(1)
-        options = peft.LoraConfig(r=4, target_modules=["query", "value", "dense"], task_type="SEQ_CLS")
-        model = with_changes(peft.get_peft_model(copy.deepcopy(plain), options)).train()
+        model = with_changes(adapted_bert(peft, copy.deepcopy(plain))).train()
         if is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
@@ -289,22 +297,17 @@ def test_a_trainer_keeps_to_the_budget_and_resumes(peft, tmp_path):
     """Adapters in its checkpoints have no gates; the callback restores them."""
     transformers = pytest.importorskip("transformers")
     callbacks = pytest.importorskip("pyro_l0.callbacks.transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=31, max_position_embeddings=8, num_labels=2, **sizes)
     tokens = torch.arange(40 * 8).view(40, 8) * 7 % 31
     data = [{"input_ids": row, "labels": int(row[0]) % 2} for row in tokens]
     found = []
     for checkpoint in (None, str(tmp_path / "checkpoint-20")):
         torch.manual_seed(0)
-        plain = transformers.BertForSequenceClassification(config)
-        options = peft.LoraConfig(r=4, target_modules=["query", "value", "dense"], task_type="SEQ_CLS")
-        model = peft.get_peft_model(plain, options)
+        model = adapted_bert(peft, bert(transformers, 31))
         gate_lora_ranks(model)
         loop = {"max_steps": 40, "learning_rate": 1e-2, "save_steps": 20, "report_to": "none", "use_cpu": True}
         arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, logging_steps=10, **loop)
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
-        callback = callbacks.BudgetCallback(trainer, None, {"lora_ranks": 0.25})
-        trainer.add_callback(callback)
+        trainer.add_callback(callbacks.BudgetCallback(trainer, None, {"lora_ranks": 0.25}))
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.model is model
         ranks = compact_lora_ranks(model)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyro_l0 import HardConcrete, prune
 from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.compaction import compact
-from pyro_l0.infer import L0_ELBO, AutoGate, factor
+from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import (
     Gate,
     L0Gate,
@@ -31,6 +31,7 @@ from pyro_l0.nn import (
 )
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.weights import fix_weights
+from tests.nn.test_l0_gate import Model
 
 
 class Block(nn.Module):
@@ -72,9 +73,12 @@ def heads(net, x):
     return gate_heads(net, {"1.self_attn.out_proj": 4}, x)
 
 
-MLP = lambda: nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))  # noqa: E731
+def mlp():
+    return nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
 NETWORKS = {
-    "mlp": (MLP, (5,), suggested),
+    "mlp": (mlp, (5,), suggested),
     "residual": (lambda: images(Block(), Block()), (1, 6, 6), suggested),
     "checkpointed": (
         lambda: images(*(Block(lambda block, x: checkpoint(block, x, use_reentrant=False)) for _ in range(2))),
@@ -83,20 +87,9 @@ NETWORKS = {
     ),
     "heads": (encoder, (3, 5), heads),
     "heads and units": (encoder, (3, 5), lambda net, x: suggested(heads(net, x), x)),
-    "weights": (MLP, (5,), lambda net, x: gate_weights(net, "0", "2")),
+    "weights": (mlp, (5,), lambda net, x: gate_weights(net, "0", "2")),
     "tied": (tied, (5,), lambda net, x: insert_gates(net, {"1": L0Gate(8), "2.1": L0Gate(8)}, x)),
 }
-
-
-class Model(nn.Module):
-    """A classifier as a model of Pyro."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, y):
-        factor("y", -F.cross_entropy(self.net(x), y, reduction="sum"))
 
 
 def data(shape):

@@ -14,7 +14,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import L0Gate, NetworkGates, fix_gates
 from pyro_l0.nn.gate import name_gates
-from tests.networks import Net
+from tests.networks import Dense, Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
@@ -56,15 +56,19 @@ class Blocks(nn.Module):
         return h + self.dense(self.stream(h)) * self.stream(h) * self.edges().sum(1)
 
 
-def gradients(run, mode="plain", batches=1, in_turn=False, around=plain):
-    """Of the loss, by name, with one seed; RNG streams of dropout included."""
+def gradients(run, mode="plain", batches=1, in_turn=False, around=plain, at_once=False):
+    """Of the loss, by name, with one seed; RNG streams of dropout included; perhaps ``at_once`` behind each call."""
     torch.manual_seed(3)
     net = Blocks(run, mode).double()
     NetworkGates(net)
     data = [(torch.randn(4, 1, 4, 4).double().requires_grad_(), torch.randint(3, (4,))) for _ in range(batches)]
     torch.manual_seed(7)
-    losses = [F.cross_entropy(around(net, x, use_reentrant=False), y) for x, y in data]
-    for each in reversed(losses) if in_turn else [sum(losses)]:
+    losses = []
+    for x, y in data:
+        losses.append(F.cross_entropy(around(net, x, use_reentrant=False), y))
+        if at_once:
+            losses.pop().backward()
+    for each in reversed(losses) if in_turn or at_once else [sum(losses)]:
         each.backward()
     inputs = {f"x{i}": x.grad for i, (x, _) in enumerate(data)}
     return inputs | {name: p.grad for name, p in net.named_parameters()}
@@ -73,24 +77,14 @@ def gradients(run, mode="plain", batches=1, in_turn=False, around=plain):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"mode": "nested"},
-        {"around": checkpoint},
-        {"around": checkpoint, "batches": 3, "in_turn": True},
-        {"around": checkpoint, "mode": "nested"},
-        {"around": checkpoint, "batches": 3, "mode": "nested"},
-        {"around": reentrant},
-        {"around": reentrant, "batches": 3, "mode": "nested"},
-    ],
-    ids=[
-        "blocks",
-        "nested",
-        "all",
-        "all, three calls in turn",
-        "all, nested",
-        "all, three calls, nested",
-        "reentrant",
-        "three, reentrant",
+        pytest.param({}, id="blocks"),
+        pytest.param({"mode": "nested"}, id="nested"),
+        pytest.param({"around": checkpoint}, id="all"),
+        pytest.param({"around": checkpoint, "batches": 3, "in_turn": True}, id="all, three calls in turn"),
+        pytest.param({"around": checkpoint, "mode": "nested"}, id="all, nested"),
+        pytest.param({"around": checkpoint, "batches": 3, "mode": "nested"}, id="all, three calls, nested"),
+        pytest.param({"around": reentrant}, id="reentrant"),
+        pytest.param({"around": reentrant, "batches": 3, "mode": "nested"}, id="three, reentrant"),
     ],
 )
 def test_checkpointed_blocks_have_the_plain_gradients(options):
@@ -105,17 +99,9 @@ def test_blocks_of_a_network_that_was_called_since_are_refused(options):
     """Before a gradient leaves the block; what the message advises has the gradients of the sum."""
     with pytest.raises(RuntimeError, match=r"a checkpointed block .* been called since.*Go backward after each"):
         gradients(checkpoint, batches=3, **options)
-    found = {}
-    for run in (plain, checkpoint):
-        torch.manual_seed(3)
-        net = Blocks(run, options.get("mode", "plain")).double()
-        NetworkGates(net)
-        data = [(torch.randn(4, 1, 4, 4).double(), torch.randint(3, (4,))) for _ in range(3)]
-        torch.manual_seed(7)
-        for x, y in data:
-            F.cross_entropy(net(x), y).backward()
-        found[run] = [p.grad for p in net.parameters()]
-    torch.testing.assert_close(found[checkpoint], found[plain], rtol=1e-10, atol=1e-12)
+    mode = options.get("mode", "plain")
+    found, expected = (gradients(run, mode, batches=3, at_once=True) for run in (checkpoint, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_reentrant_blocks_draw_by_themselves():
@@ -150,23 +136,10 @@ def test_checkpointed_sequence_and_two_backward_passes():
         torch.testing.assert_close(other, found[0], rtol=1e-10, atol=1e-12)
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.gate, self.last = nn.Linear(6, 4), L0Gate(4, init_active_prob=0.5), nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.last(self.gate(torch.relu(self.first(x)))), self.gate(), self.gate()
-
-
-def stop(module, args):
-    raise KeyboardInterrupt
-
-
 def test_a_call_of_the_network_draws_its_gates_once():
     """Of a network that is copied or loaded, too; parts called on their own draw by themselves."""
     torch.manual_seed(0)
-    net = Twice()
+    net = Dense(twice, first=(6, 4), gate=L0Gate(4, init_active_prob=0.5), last=(4, 1))
     _, one, other = net(torch.ones(2, 6))
     assert not torch.equal(one, other)
     gates = NetworkGates(net)
@@ -192,6 +165,14 @@ def test_a_call_of_the_network_draws_its_gates_once():
     assert not torch.equal(net(torch.ones(2, 6))[1], left)
     net.eval()
     assert torch.equal(net(torch.ones(2, 6))[1], net.gate.test_gate)
+
+
+def twice(net, x):
+    return net.last(net.gate(torch.relu(net.first(x)))), net.gate(), net.gate()
+
+
+def stop(module, args):
+    raise KeyboardInterrupt
 
 
 def test_networks_without_gates_have_no_hook_of_theirs():
@@ -225,12 +206,10 @@ def test_a_block_with_another_random_state():
     found = []
     for run in (plain, preserving_nothing):
         net.forward = lambda x, run=run: run(forward, x, use_reentrant=False)
-        net.zero_grad()
         torch.manual_seed(1)
         out = net(x).sum()
         torch.rand(3)
-        out.backward()
-        found.append([net[i].weight.grad for i in (0, 2)])
+        found.append(torch.autograd.grad(out, [net[0].weight, net[2].weight]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
@@ -300,17 +279,12 @@ def test_a_gate_in_front_of_a_checkpointed_block(block):
 def test_a_backward_pass_inside_of_the_call(use_reentrant):
     """A block that runs again has the gates of its own first run, though the network's call has others."""
 
-    class Inside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = L0Gate(3, init_active_prob=0.5)
+    def forward(net, x):
+        y = checkpoint(net.gate, x, use_reentrant=use_reentrant).square().sum()
+        y.backward()
+        return y.detach()
 
-        def forward(self, x):
-            y = checkpoint(self.gate, x, use_reentrant=use_reentrant).square().sum()
-            y.backward()
-            return y.detach()
-
-    network = Inside()
+    network = Net(forward, gate=L0Gate(3, init_active_prob=0.5))
     NetworkGates(network)
     for seed in range(5):
         torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from pyro_l0.nn import L0Gate, NetworkCost, NetworkGates, gate_heads, insert_gat
 from pyro_l0.nn.engine import record
 from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.pruning.latency import Latency
+from tests.networks import Net
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
 Z = {"2": torch.tensor([1.0, 0.0, 1.0, 0.0])}
@@ -115,22 +116,16 @@ def test_a_recording_holds_while_the_network_trains():
     assert record(network.eval(), recording) is recording
 
 
-class Counting(nn.Module):
+def counting(net, x):
     """Has a counter and its last mean, which are no settings, and a number of times, which is one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.calls, self.last, self.times = nn.Linear(3, 2), 0, None, 2
-
-    def forward(self, x):
-        self.calls += 1
-        self.last = float(x.mean())
-        return self.layer(x) * self.times
+    net.calls += 1
+    net.last = float(x.mean())
+    return net.layer(x) * net.times
 
 
 def test_what_calls_change_is_no_setting():
     """Counters, marks of torch, and a hook that belongs to no module."""
-    network, seen = Counting(), {}
+    network, seen = Net(counting, layer=nn.Linear(3, 2), calls=0, last=None, times=2), {}
     network.layer.register_forward_pre_hook(seen.setdefault)
     recording = record(network, X)
     network(X)

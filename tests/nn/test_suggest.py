@@ -10,43 +10,39 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
-from pyro_l0.nn import L0Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import L0Gate, NetworkCost, insert_gates, suggest_gates
 from pyro_l0.nn.gate import gate_names
-from tests.networks import Net
+from tests.compaction.networks import cut
+from tests.networks import Dense, Net
 
 
-class Residual(nn.Module):
+def residual():
     """Convolutions with BatchNorm, an activation in place, and a residual sum."""
 
-    def __init__(self):
-        super().__init__()
-        self.enter, self.norm, self.act = nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
-        self.inner, self.relu, self.outer = nn.Conv2d(6, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 6, 3, padding=1)
-        self.last, self.unused = nn.Linear(6, 3), nn.Linear(2, 2)
+    def forward(net, x):
+        x = net.act(net.norm(net.enter(x)))
+        x = x + net.outer(net.relu(net.inner(x)))
+        return net.last(x.mean((2, 3)))
 
-    def forward(self, x):
-        x = self.act(self.norm(self.enter(x)))
-        x = x + self.outer(self.relu(self.inner(x)))
-        return self.last(x.mean((2, 3)))
+    layers = dict(enter=nn.Conv2d(2, 6, 3, padding=1), norm=nn.BatchNorm2d(6), act=nn.ReLU(inplace=True))
+    layers |= dict(inner=nn.Conv2d(6, 5, 3, padding=1), relu=nn.ReLU(), outer=nn.Conv2d(5, 6, 3, padding=1))
+    return Dense(forward, **layers, last=(6, 3), unused=(2, 2))
 
 
-class Attention(nn.Module):
+def attention():
     """Attention by hand, tokens in a residual stream, one activation that is called twice, and a recurrent layer."""
 
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
-        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
-        self.up, self.more, self.down, self.act = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 8), nn.GELU()
-        self.rnn, self.last = nn.LSTM(8, 5, batch_first=True, proj_size=4), nn.Linear(4, 2)
+    def forward(net, tokens):
+        x = net.embed(tokens)
+        y = net.norm(x)
+        q, k, v = (m(y).unflatten(-1, (-1, 2)).transpose(1, 2) for m in (net.query, net.key, net.value))
+        x = x + net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + net.down(net.act(net.more(net.act(net.up(x)))))
+        return net.last(net.rnn(x)[0])
 
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        y = self.norm(x)
-        q, k, v = (m(y).unflatten(-1, (-1, 2)).transpose(1, 2) for m in (self.query, self.key, self.value))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        x = x + self.down(self.act(self.more(self.act(self.up(x)))))
-        return self.last(self.rnn(x)[0])
+    heads = dict.fromkeys(("query", "key", "value", "out"), (8, 8))
+    layers = dict(up=(8, 6), more=(6, 6), down=(6, 8), act=nn.GELU(), rnn=nn.LSTM(8, 5, batch_first=True, proj_size=4))
+    return Dense(forward, embed=nn.Embedding(9, 8), norm=nn.LayerNorm(8), **heads, **layers, last=(4, 2))
 
 
 IMAGE = torch.randn(2, 2, 4, 4)
@@ -54,7 +50,7 @@ IMAGE = torch.randn(2, 2, 4, 4)
 
 def test_a_gate_is_suggested_behind_each_activation_and_branch():
     """Behind the last of the modules that hand a unit on; with what one unit saves, counted by hand."""
-    found = suggest_gates(Residual(), IMAGE)
+    found = suggest_gates(residual(), IMAGE)
     assert {path: (gate.size, gate.dim) for path, gate in found.items()} == {
         "act": (6, 1),
         "relu": (5, 1),
@@ -71,10 +67,10 @@ def test_a_gate_is_suggested_behind_each_activation_and_branch():
 
 def test_places_of_a_residual_stream_share_a_gate():
     """In what is inserted, too: a unit of the stream leaves by one gate, and with it what a count by hand says."""
-    found = suggest_gates(Residual(), IMAGE)
+    found = suggest_gates(residual(), IMAGE)
     assert found["act"] is found["outer"]
     assert found["relu"] is not found["act"]
-    gated = insert_gates(Residual(), found, IMAGE)
+    gated = insert_gates(residual(), found, IMAGE)
     assert {site: gate.size for site, gate in gate_names(gated).items()} == {"act.1": 6, "relu.1": 5}
     cost = NetworkCost(gated, IMAGE)
     for stream, inner in ((6, 5), (4, 5), (1, 2)):
@@ -83,28 +79,25 @@ def test_places_of_a_residual_stream_share_a_gate():
         assert cost.weights(gates) == expected
         small = compact(gated, gates, IMAGE).network
         assert sum(p.numel() for p in small.parameters() if p.dim() > 1) == expected + small.unused.weight.numel()
-    again = insert_gates(Residual(), found)
+    again = insert_gates(residual(), found)
     assert gate_names(again)["act.1"] is not gate_names(gated)["act.1"]  # each network has gates of its own
 
 
-class BasicBlock(nn.Module):
+def basic_block():
     """As in torchvision's ResNets: one activation in place for both calls, and a sum in place."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5)
-        self.conv2, self.bn2 = nn.Conv2d(5, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+    def forward(net, x):
+        y = net.bn2(net.conv2(net.relu(net.bn1(net.conv1(x)))))
         y += x
-        return self.relu(y)
+        return net.relu(y)
+
+    layers = dict(conv1=nn.Conv2d(4, 5, 3, padding=1), bn1=nn.BatchNorm2d(5), conv2=nn.Conv2d(5, 4, 3, padding=1))
+    return Dense(forward, **layers, bn2=nn.BatchNorm2d(4), relu=nn.ReLU(inplace=True))
 
 
 def test_gates_stand_behind_norms_whose_outputs_change_in_place():
     """Not in front of them: in training a BatchNorm undoes what a gate above 0 multiplies by."""
-    network = nn.Sequential(nn.Conv2d(2, 4, 3), BasicBlock(), nn.Flatten(), nn.Linear(16, 3))
+    network = nn.Sequential(nn.Conv2d(2, 4, 3), basic_block(), nn.Flatten(), nn.Linear(16, 3))
     found = suggest_gates(network, IMAGE)
     assert {"1.bn1", "1.bn2"} <= set(found)
     assert not {"1.conv1", "1.conv2"} & set(found)
@@ -146,35 +139,29 @@ def convs(inputs, outputs):
     return two(inputs, outputs, nn.Conv2d, kernel_size=3, padding=1)
 
 
+def weight(*shape):
+    return nn.Parameter(torch.rand(shape))
+
+
 EDGES = torch.tensor([0, 1, 1, 3]), torch.tensor([0, 2, 4, 3])
 OUTPUTS = {
     "residual": (Net(lambda net, x: x + net.f(x), f=two(6, 6)), (2, 6)),
     "denoiser": (Net(lambda net, x: x + net.f(x), f=convs(3, 3)), (2, 3, 6, 6)),
-    "forecast on persistence": (
-        Net(lambda net, x: x[:, -1:] + net.f(x.flatten(1)).view(-1, 4, 3), f=two(9, 12)),
-        (2, 3, 3),
-    ),
+    "forecast": (Net(lambda net, x: x[:, -1:] + net.f(x.flatten(1)).view(-1, 4, 3), f=two(9, 12)), (2, 3, 3)),
     "mask": (Net(lambda net, x: x * net.f(x).sigmoid(), f=convs(3, 3)), (2, 3, 6, 6)),
     "several": (Net(lambda net, x: {"sum": x + net.f(x), "parts": (x * net.g(x),)}, f=two(6, 6), g=two(6, 6)), (2, 6)),
     "turned": (Net(lambda net, x: (x + net.f(x.mT).mT).reshape(2, -1), f=two(6, 6)), (2, 6, 4)),
     "some of its units": (
-        Net(lambda net, x: (lambda h: (h[:, :3] + x, h[:, 3:].sum(1)))(net.f(x)), f=two(3, 6)),
-        (2, 3),
+        Net(lambda net, x: (lambda h: (h[:, :3] + x, h[:, 3:].sum(1)))(net.f(x)), f=two(3, 6)), (2, 3),
     ),
     "read by a coefficient": (
-        Net(
-            lambda net, x: net.f(x) * (net.f(x) * net.s).sum(-1, keepdim=True) + 1,
-            f=two(6, 3),
-            s=nn.Parameter(torch.ones(3)),
-        ),
-        (2, 6),
+        Net(lambda net, x: net.f(x) * (net.f(x) * net.s).sum(-1, keepdim=True) + 1, f=two(6, 3), s=weight(3)), (2, 6),
     ),
-    "classes of nodes": (Net(lambda net, x: net.a @ net.f(x), f=two(6, 3), a=nn.Parameter(torch.rand(5, 5))), (5, 6)),
+    "classes of nodes": (Net(lambda net, x: net.a @ net.f(x), f=two(6, 3), a=weight(5, 5)), (5, 6)),
     "sums over edges": (
-        Net(lambda net, x: torch.zeros(5, 3).index_add(0, EDGES[0], net.f(x)[EDGES[1]]), f=two(6, 3)),
-        (5, 6),
+        Net(lambda net, x: torch.zeros(5, 3).index_add(0, EDGES[0], net.f(x)[EDGES[1]]), f=two(6, 3)), (5, 6),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -209,7 +196,7 @@ def test_pruning_corrects_every_output():
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_attention_and_places_that_are_refused():
     """Heads by gate_heads; what is called twice or makes no tensor is named."""
-    found = suggest_gates(Attention(), torch.tensor([[1, 4, 2]]))
+    found = suggest_gates(attention(), torch.tensor([[1, 4, 2]]))
     assert found.heads == {"out": 4}
     assert found.refused["act"] == "it is called 2 times, on different units"
     assert found.refused["rnn"] == "proj_size projects its hidden units"
@@ -240,24 +227,22 @@ def test_a_module_that_is_called_with_units_in_two_dimensions(drop):
         return net.out(maps + net.drop(back))
 
     torch.manual_seed(0)
-    layers = {"first": nn.Conv2d(3, 8, 1), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "out": nn.Conv2d(8, 2, 1)}
-    network, x = Net(forward, drop=drop, **layers).double().eval(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    layers = dict(first=nn.Conv2d(3, 8, 1), a=(8, 8), b=(8, 8), out=nn.Conv2d(8, 2, 1))
+    network, x = Dense(forward, drop=drop, **layers).double().eval(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
     suggestions = suggest_gates(network, x)
     assert "drop" not in suggestions
     assert suggestions.refused["drop"] == "it is called 2 times, with its units in several dimensions"
-    both = Net(
-        lambda net, x: net.out(net.drop(net.drop(2 * net.first(x)).mean((2, 3)))),
-        drop=drop,
-        first=nn.Conv2d(3, 8, 1),
-        out=nn.Linear(8, 2),
-    )
-    suggested = suggest_gates(both.double().eval(), x)
+
+    def pooled(net, x):
+        return net.out(net.drop(net.drop(2 * net.first(x)).mean((2, 3))))
+
+    both = Dense(pooled, drop=drop, first=nn.Conv2d(3, 8, 1), out=(8, 2)).double().eval()
+    suggested = suggest_gates(both, x)
     assert suggested["drop"].dim == 1
     for net, found in ((network, suggestions), (both, suggested)):
         gated = insert_gates(net, found, x)
         values = {site: (torch.arange(gate.size) % 2).double() for site, gate in gate_names(gated).items()}
-        small = compact(gated, values, x).network
-        torch.testing.assert_close(small(x), fix_gates(gated, values).eval()(x), rtol=0, atol=1e-12)
+        small = cut(gated, values, x, rtol=0, atol=1e-12)
         assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in net.parameters())
 
 
@@ -289,24 +274,21 @@ def test_a_weight_that_is_computed_of_all_its_units_is_named(norm, called):
     assert list(suggest_gates(network, x)) == ["0", "2", "4"]
 
 
-class Recurrent(nn.Module):
+def recurrent(behind, added=False):
     """A recurrent layer and what is behind it; with ``added``, a residual stream goes past it."""
 
-    def __init__(self, behind, added=False):
-        super().__init__()
-        self.enter, self.layer, self.behind = nn.Linear(4, 8), nn.GRU(8, 8, batch_first=True), behind
-        self.last, self.added = nn.Linear(8, 2), added
+    def forward(net, x):
+        entered = net.enter(x)
+        states = net.layer(entered)[0]
+        return net.last(net.behind(states + entered if added else states)[:, -1])
 
-    def forward(self, x):
-        entered = self.enter(x)
-        states = self.layer(entered)[0]
-        return self.last(self.behind(states + entered if self.added else states)[:, -1])
+    return Dense(forward, enter=(4, 8), layer=nn.GRU(8, 8, batch_first=True), behind=behind, last=(8, 2))
 
 
 @pytest.mark.parametrize("behind", [nn.ReLU(), nn.Dropout(0.1)])
 def test_recurrent_units_have_their_gate_behind_the_layer(behind):
     """Which closes them in the recurrence, as one behind the activation does not."""
-    found = suggest_gates(Recurrent(behind), torch.randn(2, 5, 4))
+    found = suggest_gates(recurrent(behind), torch.randn(2, 5, 4))
     assert set(found) == {"enter", "layer"}
     assert found.refused["behind"] == "its units are those of layer"
     at = found.locations[1]
@@ -315,72 +297,24 @@ def test_recurrent_units_have_their_gate_behind_the_layer(behind):
 
 def test_recurrent_units_that_are_others_too_are_coupled():
     """A norm makes another number of a zero, a stream adds one to it, and a decoder starts from an encoder's state."""
-
-    class Translation(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.decoder, self.last = nn.LSTM(4, 8), nn.LSTM(3, 8), nn.Linear(8, 2)
-
-        def forward(self, one, other):
-            return self.last(self.decoder(other, self.encoder(one)[1])[0])
-
     x = torch.randn(2, 5, 4)
-    found = [suggest_gates(Recurrent(nn.LayerNorm(8)), x), suggest_gates(Recurrent(nn.ReLU(), True), x)]
-    assert [{at.path: at.coupled for at in one.locations}["layer"] for one in found] == [
-        ("behind",),
-        ("enter", "behind"),
-    ]
-    assert set(suggest_gates(Translation(), (x, torch.randn(3, 5, 3)))) == {"encoder", "decoder"}
+    found = [suggest_gates(recurrent(nn.LayerNorm(8)), x), suggest_gates(recurrent(nn.ReLU(), True), x)]
+    coupled = [{at.path: at.coupled for at in one.locations}["layer"] for one in found]
+    assert coupled == [("behind",), ("enter", "behind")]
+    translation = Dense(
+        lambda net, one, other: net.last(net.decoder(other, net.encoder(one)[1])[0]),
+        **dict(encoder=nn.LSTM(4, 8), decoder=nn.LSTM(3, 8), last=(8, 2)),
+    )
+    assert set(suggest_gates(translation, (x, torch.randn(3, 5, 3)))) == {"encoder", "decoder"}
 
 
 # --- every gate that is suggested can be cut ------------------------------------------------------
-
-
-def width_of_the_input(net, x):
-    batch, length, width = (x := net.first(x)).shape
-    q, k, v = net.qkv(x).view(batch, length, 3, 2, -1).permute(2, 0, 3, 1, 4)
-    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)))
-
-
-def literal_heads(net, x):
-    q, k, v = net.qkv(net.first(x)).chunk(3, -1)
-    q, k, v = (y.reshape(*y.shape[:-1], 2, 8).transpose(1, 2) for y in (q, k, v))
-    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
 
 
 def pick(x):
     if x.stride(-2) not in (12, 16):  # a width that is not followed
         raise RuntimeError("another width")
     return x
-
-
-def checked_width(net, x):
-    return net.out(net.proj(pick(net.first(x).relu())).tanh())
-
-
-def literal_parts(net, x):
-    a, b, c = torch.split(net.qkv(net.first(x).relu()), [16, 16, 16], -1)
-    return net.out(net.proj(a) + b * c)
-
-
-@pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")
-@pytest.mark.parametrize("forward", [width_of_the_input, literal_heads, checked_width, literal_parts])
-def test_what_is_suggested_can_be_cut(forward):
-    """With other numbers closed than in the trial; what can't be cut is refused with what compaction says."""
-    torch.manual_seed(0)
-    layers = {"first": nn.Linear(3, 16), "qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16), "out": nn.Linear(16, 2)}
-    network, x = Net(forward, **layers).double().eval(), torch.randn(2, 5, 3).double()
-    suggested = suggest_gates(network, x)
-    assert suggested
-    assert suggested.in_the_way.items() <= suggested.refused.items()
-    assert all("Expected the network to run with fewer units" in why for why in suggested.in_the_way.values())
-    gated = gate_heads(insert_gates(network, suggested, x), suggested.heads)
-    for seed in range(4):
-        torch.manual_seed(seed)
-        gates = {site: (torch.rand(gate.size) < 0.3 + 0.1 * seed).double() for site, gate in gate_names(gated).items()}
-        for gate in gates.values():
-            gate[0] = 1.0
-        assert compact(gated, gates, x).certificate < 1e-10
 
 
 def test_sites_of_one_kind_are_tried_together(monkeypatch):
@@ -418,17 +352,15 @@ def test_heads_that_cannot_be_cut_are_refused():
     assert "without add_bias_kv" in suggested.refused["attention.out_proj"]
 
 
-def _into_flatten(*behind):
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), *behind), torch.randn(2, 2, 6, 6, dtype=torch.float64)
+def into_flatten(*behind):
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), *behind).double().eval()
 
 
 FLATTENED = {
-    "flatten": lambda: _into_flatten(nn.Flatten(), nn.Linear(64, 3)),
-    "pool and flatten": lambda: _into_flatten(
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3)
-    ),
-    "pixel shuffle": lambda: _into_flatten(nn.Conv2d(4, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 3, 1)),
-    "flatten from the middle": lambda: _into_flatten(nn.Flatten(2), nn.Flatten(), nn.Linear(64, 3)),
+    "flatten": lambda: into_flatten(nn.Flatten(), nn.Linear(64, 3)),
+    "pool": lambda: into_flatten(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3)),
+    "pixel shuffle": lambda: into_flatten(nn.Conv2d(4, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 3, 1)),
+    "flatten from the middle": lambda: into_flatten(nn.Flatten(2), nn.Flatten(), nn.Linear(64, 3)),
 }
 
 
@@ -436,8 +368,7 @@ FLATTENED = {
 def test_the_parameters_of_a_location_are_those_that_shrink(name):
     """Against the shapes of the network that one closed unit of it leaves."""
     torch.manual_seed(0)
-    network, x = FLATTENED[name]()
-    network = network.double().eval()
+    network, x = FLATTENED[name](), torch.randn(2, 2, 6, 6, dtype=torch.float64)
     suggestions = suggest_gates(network, x)
     gated = insert_gates(network, suggestions)
     whole = {key: value.shape for key, value in network.state_dict().items()}

@@ -6,7 +6,6 @@ import pickle
 import warnings
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import L0Gate, NetworkCost, NetworkGates, fix_gates
 from pyro_l0.nn.gate import name_gates
-from tests.networks import Net
+from tests.compaction.networks import Model
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 GATES = {"2": torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0]), "5": torch.tensor([0.0, 1.0, 1.0])}
@@ -35,20 +34,10 @@ def closed(gates):
     return {site: torch.where(torch.arange(len(z)) == 1, 0.0, z) for site, z in gates.items()}
 
 
-def model_network():
-    def forward(net, x, y=None):
-        logits = net.net(x)
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return Net(forward, net=network())
-
-
 @pytest.mark.parametrize("mode", [True, False])
 def test_gates_of_a_guide_are_refused_without_it(mode):
     """In both modes, copied and loaded too; what the message names gives the gates' values."""
-    model = model_network()
-    name_gates(model)
+    model = Model(network())
     guide = AutoGate(model)
     guide(X, Y)
     net = model.net.train(mode)
@@ -70,8 +59,7 @@ def test_gates_with_a_posterior_do_not_warn(mode):
     """Under objectives, guides, Pyro's handlers and what reads networks, in both modes. Warnings are errors here."""
     torch.manual_seed(0)
     pyro.clear_param_store()
-    model = model_network().train(mode)
-    name_gates(model)
+    model = Model(network()).train(mode)
     guide = AutoGate(model)
     loss = L0_ELBO("l0", lam=0.1)(model, guide)
     for _ in range(3):

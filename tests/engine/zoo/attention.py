@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate, gate_heads
-from tests.engine.zoo.entry import Entry
-from tests.networks import Net
+from tests.engine.zoo.entry import Entry, normal
+from tests.networks import Dense, Net
 
 
 class Attention(nn.Module):
@@ -41,12 +41,11 @@ class Attention(nn.Module):
 
 
 def feed_forward(size, hidden):
-    return Net(
-        lambda net, x: net.outer(net.gate(F.gelu(net.inner(x)))),
-        inner=nn.Linear(size, hidden),
-        gate=L0Gate(hidden),
-        outer=nn.Linear(hidden, size),
-    )
+
+    def forward(net, x):
+        return net.outer(net.gate(F.gelu(net.inner(x))))
+
+    return Dense(forward, inner=(size, hidden), gate=hidden, outer=(hidden, size))
 
 
 class Block(nn.Module):
@@ -80,30 +79,26 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(self.blocks(self.words(tokens) + self.places[:, : tokens.shape[1]])))
 
 
-class CausalAttention(nn.Module):
+def causal_attention(size=12, heads=4):
     """Torch's fused attention on one projection, whose view holds all sizes as numbers (nanoGPT's ways)."""
 
-    def __init__(self, size=12, heads=4):
-        super().__init__()
-        self.heads, self.size = heads, size
-        self.qkv = nn.Linear(size, 3 * size)
-        self.gate = L0Gate(heads, dim=1)
-        self.output = nn.Linear(size, 5)
-
-    def forward(self, x):
+    def forward(net, x):
         batch, time, _ = x.shape
-        heads = self.qkv(x).view(batch, time, 3, self.heads, self.size // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = self.gate(F.scaled_dot_product_attention(query, key, value, is_causal=True))
-        return self.output(attended.transpose(1, 2).reshape(batch, time, -1))
+        query, key, value = net.qkv(x).view(batch, time, 3, net.heads, net.size // net.heads).permute(2, 0, 3, 1, 4)
+        attended = net.gate(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+        return net.output(attended.transpose(1, 2).reshape(batch, time, -1))
+
+    layers = {"qkv": nn.Linear(size, 3 * size), "gate": L0Gate(heads, dim=1), "output": nn.Linear(size, 5)}
+    return Net(forward, size=size, heads=heads, **layers)
 
 
 def rms_norm(size):
     """The norm as language models write it out."""
-    return Net(
-        lambda net, x: net.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
-        weight=nn.Parameter(torch.ones(size)),
-    )
+
+    def forward(net, x):
+        return net.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    return Net(forward, weight=nn.Parameter(torch.ones(size)))
 
 
 def encoder_heads():
@@ -115,81 +110,66 @@ def encoder_heads():
 
 def attention_module():
     """Torch's attention, which is kept whole, in front of gated units."""
-    return Net(
-        lambda net, x: net.head(net.gate(F.relu(net.inner(net.attention(x, x, x, need_weights=False)[0])))),
-        attention=nn.MultiheadAttention(12, 4, batch_first=True),
-        inner=nn.Linear(12, 16),
-        gate=L0Gate(16),
-        head=nn.Linear(16, 3),
-    )
+
+    def forward(net, x):
+        return net.head(net.gate(F.relu(net.inner(net.attention(x, x, x, need_weights=False)[0]))))
+
+    attention = nn.MultiheadAttention(12, 4, batch_first=True)
+    return Dense(forward, attention=attention, inner=(12, 16), gate=16, head=(16, 3))
 
 
-class VisionTransformer(nn.Module):
+def vision_transformer(size=12, heads=3):
     """Patches and a class token; one gate on each branch of each block."""
 
-    def __init__(self, size=12, heads=3):
-        super().__init__()
-        self.patches = nn.Conv2d(3, size, 4, stride=4)
-        self.token = nn.Parameter(torch.randn(1, 1, size))
-        self.places = nn.Parameter(torch.randn(1, 5, size) * 0.1)
-        self.norms = nn.ModuleList([nn.LayerNorm(size) for _ in range(4)])
-        self.branches = nn.ModuleList()
-        for _ in range(2):
-            self.branches += [Attention(size, heads, fused=True), feed_forward(size, 10)]
-        self.gates = nn.ModuleList([L0Gate(1) for _ in range(4)])
-        self.head = nn.Linear(size, 4)
-
-    def forward(self, image):
-        x = self.patches(image).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
-        for norm, branch, gate in zip(self.norms, self.branches, self.gates, strict=True):
+    def forward(net, image):
+        x = net.patches(image).flatten(2).transpose(1, 2)
+        x = torch.cat([net.token.expand(len(x), -1, -1), x], 1) + net.places
+        for norm, branch, gate in zip(net.norms, net.branches, net.gates, strict=True):
             x = x + gate(branch(norm(x)).unsqueeze(-1)).squeeze(-1)
-        return self.head(x[:, 0])
+        return net.head(x[:, 0])
+
+    branches = [x for _ in range(2) for x in (Attention(size, heads, fused=True), feed_forward(size, 10))]
+    parts = {
+        "norms": nn.ModuleList(nn.LayerNorm(size) for _ in branches), "branches": nn.ModuleList(branches),
+        "gates": nn.ModuleList(L0Gate(1) for _ in branches), "head": (size, 4),
+    }  # fmt: skip
+    token, places = nn.Parameter(torch.randn(1, 1, size)), nn.Parameter(torch.randn(1, 5, size) * 0.1)
+    return Dense(forward, patches=nn.Conv2d(3, size, 4, stride=4), token=token, places=places, **parts)
 
 
-class LinearAttention(nn.Module):
+def linear_attention(size=12, heads=4):
     """Attention without softmax: keys times values first, by einsum."""
 
-    def __init__(self, size=12, heads=4):
-        super().__init__()
-        self.head_size = size // heads
-        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
-        self.gate = L0Gate(heads, dim=2)
-        self.output = nn.Linear(size, 3)
-
-    def forward(self, x):
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, self.head_size)) for layer in (self.query, self.key, self.value)
-        )
+    def forward(net, x):
+        layers = net.query, net.key, net.value
+        query, key, value = (layer(x).unflatten(-1, (-1, net.head_size)) for layer in layers)
         query, key = F.elu(query) + 1, F.elu(key) + 1
         context = torch.einsum("bthd,bthe->bhde", key, value)
         weight = 1 / torch.einsum("bthd,bhd->bth", query, key.sum(1))
-        return self.output(self.gate(torch.einsum("bthd,bhde,bth->bthe", query, context, weight)).flatten(2))
+        return net.output(net.gate(torch.einsum("bthd,bhde,bth->bthe", query, context, weight)).flatten(2))
+
+    layers = {name: nn.Linear(size, size) for name in ("query", "key", "value")}
+    return Net(forward, head_size=size // heads, gate=L0Gate(heads, dim=2), output=nn.Linear(size, 3), **layers)
 
 
 def tokens(batch):
     return torch.randint(0, 20, (batch, 6))
 
 
-def sequence(size, length=5):
-    return lambda batch: torch.randn(batch, length, size)
-
-
-class InputWidth(nn.Module):
+def input_width(size=12, heads=2):
     """Vision transformers': the attention is as wide as its input, whose units therefore stay behind their gate."""
 
-    def __init__(self, size=12, heads=2):
-        super().__init__()
-        self.num_heads, self.first, self.gate = heads, nn.Linear(3, size), L0Gate(size)
-        self.qkv, self.output, self.head = nn.Linear(size, 3 * size), nn.Linear(size, size), nn.Linear(size, 2)
-        self.inner = L0Gate(size)
-
-    def forward(self, x):
-        x = self.gate(self.first(x))
+    def forward(net, x):
+        x = net.gate(net.first(x))
         batch, time, size = x.shape
-        heads = self.qkv(x).reshape(batch, time, 3, self.num_heads, size // self.num_heads)
+        heads = net.qkv(x).reshape(batch, time, 3, net.num_heads, size // net.num_heads)
         attended = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4).unbind(0))
-        return self.head(self.inner(self.output(attended.transpose(1, 2).reshape(batch, time, size))))
+        return net.head(net.inner(net.output(attended.transpose(1, 2).reshape(batch, time, size))))
+
+    layers = {"first": (3, size), "qkv": (size, 3 * size), "output": (size, size), "head": (size, 2)}
+    network = Dense(forward, gate=size, inner=size, **layers)
+    network.num_heads = heads
+    return network
 
 
 def language_model(**options):
@@ -203,23 +183,25 @@ ENTRIES = {
     "attention_separate": language_model(),
     "attention_fused": language_model(fused=True),
     "attention_fixed_views": language_model(fixed=True),
-    "causal_attention": Entry(CausalAttention, sequence(12), shapes={"qkv.weight": (18, 12), "output.weight": (5, 6)}),
+    "causal_attention": Entry(
+        causal_attention, normal(5, 12), shapes={"qkv.weight": (18, 12), "output.weight": (5, 6)},
+    ),
     "encoder_heads": Entry(
-        encoder_heads, sequence(12),
+        encoder_heads, normal(5, 12),
         shapes={
             "layers.0.self_attn.q_proj.weight": (6, 12), "layers.0.self_attn.v_proj.weight": (6, 12),
             "layers.1.self_attn.out_proj.weight": (12, 6),
         },
     ),
     "attention_module": Entry(
-        attention_module, sequence(12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
+        attention_module, normal(5, 12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
     ),
     "vision_transformer": Entry(
-        VisionTransformer, lambda batch: torch.randn(batch, 3, 8, 8),
+        vision_transformer, normal(3, 8, 8),
         shapes={"branches.0.qkv.weight": (24, 12), "branches.0.output.weight": (12, 8)},
     ),
     "input_width": Entry(
-        InputWidth, sequence(3), shapes={"first.weight": (6, 3), "qkv.weight": (36, 12), "output.weight": (6, 12)},
+        input_width, normal(5, 3), shapes={"first.weight": (6, 3), "qkv.weight": (36, 12), "output.weight": (6, 12)},
     ),
-    "linear_attention": Entry(LinearAttention, sequence(12), shapes={"key.weight": (6, 12), "output.weight": (3, 6)}),
+    "linear_attention": Entry(linear_attention, normal(5, 12), shapes={"key.weight": (6, 12), "output.weight": (3, 6)}),
 }  # fmt: skip

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.entry import Entry, second_half
+from tests.engine.zoo.entry import Entry, normal, second_half
 from tests.networks import Net
 
 
@@ -67,26 +67,24 @@ def mobile_net(gate_first=True):
     )
 
 
-class ShuffleUnit(nn.Module):
+def shuffle_unit(half=6):
     """ShuffleNetV2: half of the maps pass, the others go through a branch; then the halves are dealt out."""
 
-    def __init__(self, maps=12):
-        super().__init__()
-        half = maps // 2
-        self.narrow = nn.Sequential(nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU())
-        self.gate = L0Gate(half, dim=1)
-        self.filter = nn.Conv2d(half, half, 3, padding=1, groups=half, bias=False)
-        self.wide = nn.Sequential(nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU())
+    def dense():
+        return nn.Sequential(nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU())
 
-    def forward(self, x):
+    def forward(net, x):
         passed, branch = x.chunk(2, 1)
-        maps = torch.cat([passed, self.wide(self.filter(self.gate(self.narrow(branch))))], 1)
+        maps = torch.cat([passed, net.wide(net.filter(net.gate(net.narrow(branch))))], 1)
         batch, size, height, width = maps.shape
         return maps.view(batch, 2, size // 2, height, width).transpose(1, 2).reshape(batch, size, height, width)
 
+    filters = nn.Conv2d(half, half, 3, padding=1, groups=half, bias=False)
+    return Net(forward, narrow=dense(), gate=L0Gate(half, dim=1), filter=filters, wide=dense())
+
 
 def shufflenet():
-    units = [ShuffleUnit(), ShuffleUnit(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    units = [shuffle_unit(), shuffle_unit(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), *units, nn.Linear(12, 4))
 
 
@@ -98,99 +96,80 @@ def grouped():
     )  # fmt: skip
 
 
-class WaveBlock(nn.Module):
+def wave_block(maps, dilation):
     """WaveNet: a dilated causal convolution whose halves are a signal and its sigmoid, a residual sum and a skip."""
 
-    def __init__(self, maps, dilation):
-        super().__init__()
-        self.dilation = dilation
-        self.signal = nn.Conv1d(maps, 6, 2, dilation=dilation)
-        self.sigmoid = nn.Conv1d(maps, 6, 2, dilation=dilation)
-        self.gate = L0Gate(6, dim=1)
-        self.residual = nn.Conv1d(6, maps, 1)
-        self.skip = nn.Conv1d(6, 4, 1)
+    def forward(net, x):
+        padded = F.pad(x, (dilation, 0))
+        h = net.gate(torch.tanh(net.signal(padded)) * torch.sigmoid(net.sigmoid(padded)))
+        return x + net.residual(h), net.skip(h)
 
-    def forward(self, x):
-        padded = F.pad(x, (self.dilation, 0))
-        h = self.gate(torch.tanh(self.signal(padded)) * torch.sigmoid(self.sigmoid(padded)))
-        return x + self.residual(h), self.skip(h)
+    layers = {name: nn.Conv1d(maps, 6, 2, dilation=dilation) for name in ("signal", "sigmoid")}
+    return Net(forward, gate=L0Gate(6, dim=1), residual=nn.Conv1d(6, maps, 1), skip=nn.Conv1d(6, 4, 1), **layers)
 
 
-class WaveNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv1d(1, 8, 1)
-        self.blocks = nn.ModuleList([WaveBlock(8, 2**k) for k in range(3)])
-        self.gate = L0Gate(4, dim=1)
-        self.head = nn.Conv1d(4, 5, 1)
-
-    def forward(self, x):
-        x = self.stem(x)
+def wavenet():
+    def forward(net, x):
+        x = net.stem(x)
         skips = 0
-        for block in self.blocks:
+        for block in net.blocks:
             x, skip = block(x)
             skips = skips + skip
-        return self.head(self.gate(F.relu(skips)))
+        return net.head(net.gate(F.relu(skips)))
+
+    blocks = nn.ModuleList([wave_block(8, 2**k) for k in range(3)])
+    return Net(forward, stem=nn.Conv1d(1, 8, 1), blocks=blocks, gate=L0Gate(4, dim=1), head=nn.Conv1d(4, 5, 1))
 
 
-def images(size=8, maps=3):
-    return lambda batch: torch.randn(batch, maps, size, size)
-
-
-class SplitMaps(nn.Module):
+def split_maps(half=5):
     """YOLO's: halves as large as an attribute says, the second one through more convolutions."""
 
-    def __init__(self, half=5):
-        super().__init__()
-        self.half, self.gate = half, L0Gate(2 * half, dim=1)
-        self.first, self.last = nn.Conv2d(3, 2 * half, 1), nn.Conv2d(3 * half, 2, 1)
-        self.middle = nn.Conv2d(half, half, 3, padding=1)
+    def forward(net, x):
+        parts = list(net.gate(F.silu(net.first(x))).split((net.half, net.half), 1))
+        return net.last(torch.cat([*parts, net.middle(parts[-1])], 1))
 
-    def forward(self, x):
-        parts = list(self.gate(F.silu(self.first(x))).split((self.half, self.half), 1))
-        return self.last(torch.cat([*parts, self.middle(parts[-1])], 1))
+    layers = {"first": nn.Conv2d(3, 2 * half, 1), "last": nn.Conv2d(3 * half, 2, 1)}
+    return Net(forward, half=half, gate=L0Gate(2 * half, dim=1), middle=nn.Conv2d(half, half, 3, padding=1), **layers)
 
 
-class Halving(nn.Module):
+def halving(channels=8):
     """An autoencoder's, which checks the width of what it is given."""
 
-    def __init__(self, channels=8):
-        super().__init__()
-        self.channels, self.conv = channels, nn.Conv2d(channels, channels, 3, 2)
+    def forward(net, x):
+        assert x.shape[1] == net.channels
+        return net.conv(x)
 
-    def forward(self, x):
-        assert x.shape[1] == self.channels
-        return self.conv(x)
+    return Net(forward, channels=channels, conv=nn.Conv2d(channels, channels, 3, 2))
 
 
 ENTRIES = {
     # Of the halves' units 3 and 2 are open; a zero is the third.
     "split_maps": Entry(
-        SplitMaps, images(), shapes={"first.weight": (5, 3, 1, 1), "middle.weight": (5, 3, 3, 3)},
+        split_maps, normal(3, 8, 8), shapes={"first.weight": (5, 3, 1, 1), "middle.weight": (5, 3, 3, 3)},
     ),
     "checked_width": Entry(
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), L0Gate(8, dim=1), Halving(), L0Gate(8, dim=1), nn.Conv2d(8, 2, 1)),
-        images(), shapes={"2.conv.weight": (4, 4, 3, 3), "4.weight": (2, 4, 1, 1)},
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), L0Gate(8, dim=1), halving(), L0Gate(8, dim=1), nn.Conv2d(8, 2, 1)),
+        normal(3, 8, 8), shapes={"2.conv.weight": (4, 4, 3, 3), "4.weight": (2, 4, 1, 1)},
     ),
-    "lenet": Entry(lenet, images(10, 1), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),
-    "padded_constants": Entry(padded_constants, images(), shapes={"0.weight": (3, 3, 3, 3)}),
+    "lenet": Entry(lenet, normal(1, 10, 10), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),
+    "padded_constants": Entry(padded_constants, normal(3, 8, 8), shapes={"0.weight": (3, 3, 3, 3)}),
     "mobilenet": Entry(
-        mobile_net, images(12),
+        mobile_net, normal(3, 12, 12),
         shapes={"blocks.0.filter.0.weight": (8, 1, 3, 3), "blocks.0.squeeze.weight": (4, 8, 1, 1)},
     ),
     "mobilenet_gate_behind": Entry(
-        lambda: mobile_net(gate_first=False), images(12),
+        lambda: mobile_net(gate_first=False), normal(3, 12, 12),
         shapes={"blocks.0.filter.0.weight": (16, 1, 3, 3), "blocks.0.project.0.weight": (8, 8, 1, 1)},
     ),
     "shufflenet": Entry(
-        shufflenet, images(6), shapes={"1.filter.weight": (3, 1, 3, 3), "2.wide.0.weight": (6, 3, 1, 1)},
+        shufflenet, normal(3, 6, 6), shapes={"1.filter.weight": (3, 1, 3, 3), "2.wide.0.weight": (6, 3, 1, 1)},
     ),
     "grouped": Entry(
-        grouped, images(), second_half,
+        grouped, normal(3, 8, 8), second_half,
         shapes={"0.weight": (4, 3, 1, 1), "3.weight": (4, 2, 3, 3), "6.weight": (5, 4, 1, 1)},
     ),
     "wavenet": Entry(
-        WaveNet, lambda batch: torch.randn(batch, 1, 16),
+        wavenet, normal(1, 16),
         shapes={"blocks.1.signal.weight": (3, 8, 2), "blocks.1.sigmoid.weight": (3, 8, 2), "head.weight": (5, 2, 1)},
     ),
 }  # fmt: skip

@@ -23,6 +23,11 @@ def second_half(size: int) -> Tensor:
     return torch.arange(size) >= size - size // 2
 
 
+def normal(*shape: int) -> Callable[[int], Tensor]:
+    """Normal numbers of a shape behind the batch's size."""
+    return lambda batch: torch.randn(batch, *shape)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A network with gates.

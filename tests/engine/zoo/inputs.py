@@ -7,47 +7,37 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.entry import Entry
-from tests.networks import Net
+from tests.engine.zoo.entry import Entry, normal
+from tests.networks import Dense, Net
 
 
-class BilinearPair(nn.Module):
+def bilinear_pair():
     """Two inputs, one of them optional, a flag and a number, and a bilinear layer."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 10)
-        self.gate = L0Gate(10)
-        self.pair = nn.Bilinear(10, 5, 8)
-        self.pair_gate = L0Gate(8)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x, other=None, *, with_pair=True, scale=1.0):
-        h = self.gate(F.relu(self.layer(x)))
+    def forward(net, x, other=None, *, with_pair=True, scale=1.0):
+        h = net.gate(F.relu(net.layer(x)))
         if with_pair and other is not None:
-            return {"pair": self.head(self.pair_gate(torch.tanh(self.pair(h, other)))) * scale, "sum": h.sum()}
+            return {"pair": net.head(net.pair_gate(torch.tanh(net.pair(h, other)))) * scale, "sum": h.sum()}
         return {"hidden": h}
 
+    return Dense(forward, layer=(6, 10), gate=10, pair=nn.Bilinear(10, 5, 8), pair_gate=8, head=(8, 2))
 
-class WideAndDeep(nn.Module):
+
+def wide_and_deep():
     """Bags of categories beside numbers, with the factors of the bags gated."""
 
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(20, 8, mode="sum")
-        self.category = nn.Embedding(5, 4)
-        self.gate = L0Gate(12)
-        self.deep = nn.Sequential(nn.Linear(15, 10), nn.ReLU(), L0Gate(10), nn.Linear(10, 1))
-        self.wide = nn.Linear(3, 1)
+    def forward(net, words, category, numbers):
+        factors = net.gate(torch.cat([net.bag(words), net.category(category)], -1))
+        return torch.sigmoid(net.deep(torch.cat([factors, numbers], -1)) + net.wide(numbers)).squeeze(-1)
 
-    def forward(self, words, category, numbers):
-        factors = self.gate(torch.cat([self.bag(words), self.category(category)], -1))
-        return torch.sigmoid(self.deep(torch.cat([factors, numbers], -1)) + self.wide(numbers)).squeeze(-1)
+    deep = nn.Sequential(nn.Linear(15, 10), nn.ReLU(), L0Gate(10), nn.Linear(10, 1))
+    embeddings = {"bag": nn.EmbeddingBag(20, 8, mode="sum"), "category": nn.Embedding(5, 4)}
+    return Dense(forward, gate=12, deep=deep, wide=(3, 1), **embeddings)
 
 
 @dataclass
 class Answer:
-    """What :class:`ManyHeads` returns."""
+    """What :func:`many_heads` returns."""
 
     classes: torch.Tensor
     boxes: torch.Tensor | None
@@ -57,19 +47,16 @@ class Answer:
         return tuple(x for x in (self.classes, self.boxes, self.hidden) if x is not None)
 
 
-class ManyHeads(nn.Module):
+def many_heads():
     """A trunk, a gate in front of each head; returns a dataclass, or a plain tuple on request."""
 
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(6, 12), nn.ReLU())
-        self.class_gate, self.box_gate = L0Gate(12), L0Gate(12)
-        self.classes, self.boxes = nn.Linear(12, 3), nn.Linear(12, 4)
-
-    def forward(self, x, return_dict=True):
-        h = self.trunk(x)
-        answer = Answer(self.classes(self.class_gate(h)).log_softmax(-1), self.boxes(self.box_gate(h)))
+    def forward(net, x, return_dict=True):
+        h = net.trunk(x)
+        answer = Answer(net.classes(net.class_gate(h)).log_softmax(-1), net.boxes(net.box_gate(h)))
         return answer if return_dict else answer.to_tuple()
+
+    trunk = nn.Sequential(nn.Linear(6, 12), nn.ReLU())
+    return Dense(forward, trunk=trunk, class_gate=12, box_gate=12, classes=(12, 3), boxes=(12, 4))
 
 
 def factorisation():
@@ -85,18 +72,16 @@ def factorisation():
 
 ENTRIES = {
     "bilinear_pair": Entry(
-        BilinearPair,
+        bilinear_pair,
         lambda batch: {"x": torch.randn(batch, 6), "other": torch.randn(batch, 5), "with_pair": True, "scale": 2.0},
         shapes={"layer.weight": (5, 6), "pair.weight": (4, 5, 5), "head.weight": (2, 4)},
     ),
     "wide_and_deep": Entry(
-        WideAndDeep,
+        wide_and_deep,
         lambda batch: (torch.randint(0, 20, (batch, 4)), torch.randint(0, 5, (batch,)), torch.randn(batch, 3)),
         shapes={"category.weight": (5, 2), "deep.0.weight": (5, 9)},
     ),
-    "many_heads": Entry(
-        ManyHeads, lambda batch: torch.randn(batch, 6), shapes={"trunk.0.weight": (6, 6), "boxes.weight": (4, 6)},
-    ),
+    "many_heads": Entry(many_heads, normal(6), shapes={"trunk.0.weight": (6, 6), "boxes.weight": (4, 6)}),
     "factorisation": Entry(
         factorisation, lambda batch: torch.randint(0, 15, (batch, 4)), shapes={"factors.weight": (15, 4)},
     ),

@@ -6,56 +6,43 @@ from torch import nn
 
 from pyro_l0.nn import L0Gate
 from tests.engine.zoo.attention import feed_forward, rms_norm
-from tests.engine.zoo.convolutional import images
-from tests.engine.zoo.entry import Entry, second_half
+from tests.engine.zoo.entry import Entry, normal, second_half
+from tests.networks import Dense, Net
 
 
-class NormedStream(nn.Module):
+def normed_stream(norm, behind, size=12):
     """A residual stream whose units are gated at every write, and behind each norm too if ``behind``.
 
     With gates behind the norms a closed unit leaves everywhere; without, a norm makes something of its zero.
     """
 
-    def __init__(self, norm, behind, size=12):
-        super().__init__()
-        self.stem = nn.Linear(6, size)
-        self.gate = L0Gate(size)
-        self.norm, self.last_norm = norm(size), norm(size)
-        self.dense = feed_forward(size, 10)
-        self.head = nn.Linear(size, 3)
-        self.behind = behind
+    def forward(net, x):
+        normed = (lambda norm, x: net.gate(norm(x))) if behind else (lambda norm, x: norm(x))
+        x = net.gate(net.stem(x))
+        x = x + net.gate(net.dense(normed(net.norm, x)))
+        return net.head(normed(net.last_norm, x))
 
-    def forward(self, x):
-        x = self.gate(self.stem(x))
-        x = x + self.gate(self.dense(self.normed(self.norm, x)))
-        return self.head(self.normed(self.last_norm, x))
-
-    def normed(self, norm, x):
-        return self.gate(norm(x)) if self.behind else norm(x)
+    layers = {"norm": norm(size), "last_norm": norm(size), "dense": feed_forward(size, 10)}
+    return Dense(forward, stem=(6, size), gate=size, head=(size, 3), **layers)
 
 
-class DiffusionBlock(nn.Module):
+def diffusion_block(maps=8, time_size=6):
     """A diffusion U-Net's residual block: group norms, and an embedding of the time added to the maps."""
 
-    def __init__(self, maps=8, time_size=6):
-        super().__init__()
-        self.stem = nn.Conv2d(3, maps, 3, padding=1)
-        self.first_norm = nn.GroupNorm(4, maps)
-        self.first = nn.Conv2d(maps, maps, 3, padding=1)
-        self.time = nn.Sequential(nn.SiLU(), nn.Linear(time_size, maps))
-        self.second_norm = nn.GroupNorm(4, maps)
-        self.gate = L0Gate(maps, dim=1)
-        self.second = nn.Conv2d(maps, maps, 3, padding=1)
-        self.head = nn.Conv2d(maps, 3, 1)
+    def forward(net, x, time):
+        angle = time[:, None].to(x.dtype) / 10 ** torch.arange(3, dtype=x.dtype)
+        embedding = net.time(torch.cat([angle.sin(), angle.cos()], -1))
+        x = net.stem(x)
+        h = net.first(F.silu(net.first_norm(x))) + embedding[:, :, None, None]
+        h = net.second(net.gate(F.silu(net.second_norm(h))))
+        return net.head(x + h)
 
-    def forward(self, x, time):
-        frequencies = torch.arange(3, dtype=x.dtype)
-        angle = time[:, None].to(x.dtype) / 10**frequencies
-        embedding = self.time(torch.cat([angle.sin(), angle.cos()], -1))
-        x = self.stem(x)
-        h = self.first(F.silu(self.first_norm(x))) + embedding[:, :, None, None]
-        h = self.second(self.gate(F.silu(self.second_norm(h))))
-        return self.head(x + h)
+    return Net(
+        forward, stem=nn.Conv2d(3, maps, 3, padding=1), first_norm=nn.GroupNorm(4, maps),
+        first=nn.Conv2d(maps, maps, 3, padding=1), time=nn.Sequential(nn.SiLU(), nn.Linear(time_size, maps)),
+        second_norm=nn.GroupNorm(4, maps), gate=L0Gate(maps, dim=1), second=nn.Conv2d(maps, maps, 3, padding=1),
+        head=nn.Conv2d(maps, 3, 1),
+    )  # fmt: skip
 
 
 class MapNorm(nn.LayerNorm):
@@ -89,57 +76,49 @@ def standardised_weights():
     )  # fmt: skip
 
 
-class PositionGates(nn.Module):
+def position_gates():
     """Gates on positions, over which a norm of channels takes its statistics in training mode."""
 
-    def __init__(self):
-        super().__init__()
-        self.lift, self.mix, self.gate = nn.Linear(6, 8), nn.Linear(8, 10), L0Gate(10)
-        self.norm, self.head, self.last = nn.BatchNorm1d(5), nn.Linear(10, 7), L0Gate(7)
-        self.out = nn.Linear(7, 2)
+    def forward(net, x):
+        h = net.gate(F.relu(net.mix(net.lift(x))))
+        return net.out(net.last(F.relu(net.head(net.norm(h)))))
 
-    def forward(self, x):
-        h = self.gate(F.relu(self.mix(self.lift(x))))
-        return self.out(self.last(F.relu(self.head(self.norm(h)))))
-
-
-def _rows(batch):
-    return torch.randn(batch, 6)
+    layers = {"lift": (6, 8), "mix": (8, 10), "gate": 10, "norm": nn.BatchNorm1d(5), "head": (10, 7)}
+    return Dense(forward, last=7, out=(7, 2), **layers)
 
 
 ENTRIES = {
     "layer_norm_between_gates": Entry(
-        lambda: NormedStream(nn.LayerNorm, behind=True), _rows,
+        lambda: normed_stream(nn.LayerNorm, behind=True), normal(6),
         shapes={"stem.weight": (6, 6), "norm.weight": (6,), "dense.inner.weight": (5, 6), "head.weight": (3, 6)},
     ),
     "rms_norm_between_gates": Entry(
-        lambda: NormedStream(nn.RMSNorm, behind=True), _rows,
+        lambda: normed_stream(nn.RMSNorm, behind=True), normal(6),
         shapes={"stem.weight": (6, 6), "norm.weight": (6,), "head.weight": (3, 6)},
     ),
     "rms_norm_behind_gate": Entry(
-        lambda: NormedStream(nn.RMSNorm, behind=False), _rows, shapes={"stem.weight": (6, 6), "norm.weight": (6,)},
+        lambda: normed_stream(nn.RMSNorm, behind=False), normal(6), shapes={"stem.weight": (6, 6), "norm.weight": (6,)},
     ),
     "handwritten_rms_norm": Entry(
-        lambda: NormedStream(rms_norm, behind=True), _rows, shapes={"dense.inner.weight": (5, 12)},
+        lambda: normed_stream(rms_norm, behind=True), normal(6), shapes={"dense.inner.weight": (5, 12)},
         stays={"gate": (6, "the mean of the squares is over all units, and its number of units is no operation")},
     ),
     "layer_norm_behind_gate": Entry(
         # What a norm makes of a unit that is 0 varies with the others' mean, so that all 12 stay behind the gate.
-        lambda: NormedStream(nn.LayerNorm, behind=False), _rows,
+        lambda: normed_stream(nn.LayerNorm, behind=False), normal(6),
         shapes={"stem.weight": (6, 6), "dense.inner.weight": (5, 12), "dense.outer.weight": (6, 5)},
     ),
     "diffusion_block": Entry(
-        DiffusionBlock, lambda batch: (torch.randn(batch, 3, 6, 6), torch.arange(batch)), second_half,
+        diffusion_block, lambda batch: (torch.randn(batch, 3, 6, 6), torch.arange(batch)), second_half,
         shapes={"first.weight": (4, 8, 3, 3), "time.1.weight": (4, 6), "second_norm.weight": (4,)},
     ),
     "subclassed_norm": Entry(
-        subclassed_norm, images(6), shapes={"4.weight": (3, 4, 3, 3), "7.weight": (2, 3, 1, 1)},
+        subclassed_norm, normal(3, 6, 6), shapes={"4.weight": (3, 4, 3, 3), "7.weight": (2, 3, 1, 1)},
     ),
     "standardised_weights": Entry(
-        standardised_weights, images(6), shapes={"0.weight": (4, 3, 1, 1), "3.weight": (3, 8, 3, 3)},
+        standardised_weights, normal(3, 6, 6), shapes={"0.weight": (4, 3, 1, 1), "3.weight": (3, 8, 3, 3)},
     ),
     "positions_before_a_norm": Entry(
-        PositionGates, lambda batch: torch.randn(batch, 5, 6),
-        shapes={"mix.weight": (5, 8), "head.weight": (4, 10), "out.weight": (2, 4)},
+        position_gates, normal(5, 6), shapes={"mix.weight": (5, 8), "head.weight": (4, 10), "out.weight": (2, 4)},
     ),
 }  # fmt: skip

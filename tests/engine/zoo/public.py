@@ -5,117 +5,100 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.entry import Entry
-from tests.networks import Net
+from tests.engine.zoo.entry import Entry, normal
+from tests.networks import Dense, Net
 
 
-def sequence(features):
-    return lambda batch: torch.randn(batch, 5, features)
-
-
-class SizeAsNumber(nn.Module):
+def size_as_number():
     """DeBERTa: the width of a head becomes a tensor, by which scores are divided."""
 
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(6, 16)
-        self.gate, self.output = L0Gate(16), nn.Linear(16, 3)
-
-    def forward(self, x):
-        q, k, v = (layer(x).view(*x.shape[:2], 2, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
+    def forward(net, x):
+        q, k, v = (layer(x).view(*x.shape[:2], 2, -1).transpose(1, 2) for layer in (net.query, net.key, net.value))
         scores = q @ k.transpose(-1, -2) / torch.sqrt(torch.tensor(q.size(-1), dtype=q.dtype))
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        return self.output(self.gate(mixed))
+        return net.output(net.gate(mixed))
+
+    return Dense(forward, query=(6, 16), key=(6, 16), value=(6, 16), gate=16, output=(16, 3))
 
 
-class Experts(nn.Module):
+def experts():
     """Mixtral: each token goes to one of two experts, whose results are added at its place."""
 
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(6, 2)
-        self.inner = nn.ModuleList(nn.Linear(6, 8) for _ in range(2))
-        self.gates = nn.ModuleList(L0Gate(8) for _ in range(2))
-        self.outer = nn.ModuleList(nn.Linear(8, 6) for _ in range(2))
-
-    def forward(self, x):
+    def forward(net, x):
         tokens = x.flatten(0, 1)
-        weight = self.router(tokens).softmax(-1)
+        weight = net.router(tokens).softmax(-1)
         out = torch.zeros_like(tokens)
-        for expert, (inner, gate, outer) in enumerate(zip(self.inner, self.gates, self.outer, strict=True)):
+        for expert, (inner, gate, outer) in enumerate(zip(net.inner, net.gates, net.outer, strict=True)):
             (rows,) = torch.where(weight.argmax(-1) == expert)
             out.index_add_(0, rows, outer(gate(F.silu(inner(tokens[rows])))) * weight[rows, expert, None])
         return out.view_as(x)
 
+    makers = {"inner": lambda: nn.Linear(6, 8), "gates": lambda: L0Gate(8), "outer": lambda: nn.Linear(8, 6)}
+    router = nn.Linear(6, 2)  # by which both experts have tokens of the example
+    return Net(forward, router=router, **{name: nn.ModuleList([make(), make()]) for name, make in makers.items()})
 
-class Graph(nn.Module):
+
+def graph():
     """GCN: nodes add up what their neighbours send."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.gate, self.last = nn.Linear(4, 8), L0Gate(8), nn.Linear(8, 3)
-        self.register_buffer("edges", torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]]))
-
-    def gather(self, h):
-        start, end = self.edges
+    def gather(net, h):
+        start, end = net.edges
         return torch.zeros_like(h).index_add(1, end, h[:, start])
 
-    def forward(self, x):
-        return self.gather(self.last(self.gate(F.relu(self.gather(self.first(x))))))
+    def forward(net, x):
+        return gather(net, net.last(net.gate(F.relu(gather(net, net.first(x))))))
+
+    edges = nn.Buffer(torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]]))
+    return Dense(forward, first=(4, 8), gate=8, last=(8, 3), edges=edges)
 
 
-class Edges(nn.Module):
+def edges():
     """GAT: what nodes send is weighted by a softmax over their edges, one per head."""
 
-    def __init__(self):
-        super().__init__()
-        self.send, self.score = nn.Linear(4, 8, bias=False), nn.Parameter(torch.randn(2, 4))
-        self.gate, self.last = L0Gate(8), nn.Linear(8, 3)
-        self.register_buffer("ends", torch.tensor([0, 1, 0, 1, 2]))
+    def forward(net, x):
+        h = net.send(x).view(len(x), 5, 2, 4)
+        score = (h * net.score).sum(-1).exp()
+        total = torch.zeros_like(score[:, :3]).index_add(1, net.ends, score)
+        sent = h * (score / total[:, net.ends])[..., None]
+        return net.last(net.gate(torch.zeros_like(h[:, :3]).index_add(1, net.ends, sent).flatten(2)))
 
-    def forward(self, x):
-        h = self.send(x).view(len(x), 5, 2, 4)
-        score = (h * self.score).sum(-1).exp()
-        total = torch.zeros_like(score[:, :3]).index_add(1, self.ends, score)
-        sent = h * (score / total[:, self.ends])[..., None]
-        return self.last(self.gate(torch.zeros_like(h[:, :3]).index_add(1, self.ends, sent).flatten(2)))
+    score, ends = nn.Parameter(torch.randn(2, 4)), nn.Buffer(torch.tensor([0, 1, 0, 1, 2]))
+    return Dense(forward, send=nn.Linear(4, 8, bias=False), score=score, gate=8, last=(8, 3), ends=ends)
 
 
-class ReducedKeys(nn.Module):
+def reduced_keys():
     """SegFormer: keys and values come from a picture that a convolution has reduced."""
 
-    def __init__(self):
-        super().__init__()
-        self.query, self.reduce, self.norm = nn.Linear(6, 6), nn.Conv2d(6, 8, 2, stride=2), nn.LayerNorm(8)
-        self.gate, self.key, self.value = L0Gate(8), nn.Linear(8, 6), nn.Linear(8, 6)
-
-    def forward(self, x):
+    def forward(net, x):
         batch, width = len(x), x.shape[-1]
         picture = x.permute(0, 2, 1).reshape(batch, width, 4, 4)
-        small = self.gate(self.norm(self.reduce(picture).flatten(2).transpose(1, 2)))
-        return (self.query(x) @ self.key(small).transpose(-1, -2)).softmax(-1) @ self.value(small)
+        small = net.gate(net.norm(net.reduce(picture).flatten(2).transpose(1, 2)))
+        return (net.query(x) @ net.key(small).transpose(-1, -2)).softmax(-1) @ net.value(small)
+
+    reduced = {"reduce": nn.Conv2d(6, 8, 2, stride=2), "norm": nn.LayerNorm(8)}
+    return Dense(forward, query=(6, 6), gate=8, key=(8, 6), value=(8, 6), **reduced)
 
 
-class SquaredChannels(nn.Module):
+def squared_channels():
     """RWKV: tokens are mixed with those before them, and units are squared behind their activation."""
 
-    def __init__(self):
-        super().__init__()
-        self.mix, self.key, self.gate = nn.Parameter(torch.rand(6)), nn.Linear(6, 8, bias=False), L0Gate(8)
-        self.value, self.receive = nn.Linear(8, 6, bias=False), nn.Linear(6, 6, bias=False)
-
-    def forward(self, x):
+    def forward(net, x):
         before = F.pad(x, (0, 0, 1, -1))
-        mixed = x * self.mix + before * (1 - self.mix)
-        return self.receive(mixed).sigmoid() * self.value(self.gate(F.relu(self.key(mixed)).square()))
+        mixed = x * net.mix + before * (1 - net.mix)
+        return net.receive(mixed).sigmoid() * net.value(net.gate(F.relu(net.key(mixed)).square()))
+
+    sizes = {"key": (6, 8), "value": (8, 6), "receive": (6, 6)}
+    layers = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+    return Dense(forward, mix=nn.Parameter(torch.rand(6)), gate=8, **layers)
 
 
 def patches():
     """PatchTST: windows of a series become tokens, and a head reads all of them."""
-    return Net(
-        lambda net, x: net.head(net.gate(F.gelu(net.embed(x.unfold(-1, 4, 2)))).flatten(-2)),
-        embed=nn.Linear(4, 8), gate=L0Gate(8), head=nn.Linear(7 * 8, 3),
-    )  # fmt: skip
+
+    def forward(net, x):
+        return net.head(net.gate(F.gelu(net.embed(x.unfold(-1, 4, 2)))).flatten(-2))
+
+    return Dense(forward, embed=(4, 8), gate=8, head=(7 * 8, 3))
 
 
 def tucked():
@@ -138,15 +121,13 @@ def pooled_minus():
 
 
 ENTRIES = {
-    "size_as_number": Entry(SizeAsNumber, sequence(6), shapes={"value.weight": (8, 6), "output.weight": (3, 8)}),
-    "experts": Entry(Experts, sequence(6), shapes={"inner.0.weight": (4, 6), "outer.1.weight": (6, 4)}),
-    "graph": Entry(Graph, lambda batch: torch.randn(batch, 3, 4), shapes={"first.weight": (4, 4)}),
-    "edges": Entry(Edges, lambda batch: torch.randn(batch, 5, 4), shapes={"last.weight": (3, 4)}),
-    "reduced_keys": Entry(ReducedKeys, lambda batch: torch.randn(batch, 16, 6), shapes={"key.weight": (6, 4)}),
-    "squared_channels": Entry(SquaredChannels, sequence(6), shapes={"key.weight": (4, 6), "value.weight": (6, 4)}),
-    "patches": Entry(patches, lambda batch: torch.randn(batch, 16), shapes={"head.weight": (3, 28)}),
-    "tucked": Entry(tucked, lambda batch: torch.randn(batch, 6, 4, 4), shapes={"inner.weight": (6, 6)}),
-    "pooled_minus": Entry(
-        pooled_minus, lambda batch: torch.randn(batch, 4, 5, 5), shapes={"last.weight": (4, 4, 1, 1)},
-    ),
+    "size_as_number": Entry(size_as_number, normal(5, 6), shapes={"value.weight": (8, 6), "output.weight": (3, 8)}),
+    "experts": Entry(experts, normal(5, 6), shapes={"inner.0.weight": (4, 6), "outer.1.weight": (6, 4)}),
+    "graph": Entry(graph, normal(3, 4), shapes={"first.weight": (4, 4)}),
+    "edges": Entry(edges, normal(5, 4), shapes={"last.weight": (3, 4)}),
+    "reduced_keys": Entry(reduced_keys, normal(16, 6), shapes={"key.weight": (6, 4)}),
+    "squared_channels": Entry(squared_channels, normal(5, 6), shapes={"key.weight": (4, 6), "value.weight": (6, 4)}),
+    "patches": Entry(patches, normal(16), shapes={"head.weight": (3, 28)}),
+    "tucked": Entry(tucked, normal(6, 4, 4), shapes={"inner.weight": (6, 6)}),
+    "pooled_minus": Entry(pooled_minus, normal(4, 5, 5), shapes={"last.weight": (4, 4, 1, 1)}),
 }  # fmt: skip

@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import L0Gate
-from tests.engine.zoo.convolutional import images
-from tests.engine.zoo.entry import Entry, second_half
-from tests.networks import Net
+from tests.engine.zoo.entry import Entry, normal, second_half
+from tests.networks import Dense, Net
 
 
 class Bottleneck(nn.Module):
@@ -48,49 +47,37 @@ def resnet(layers=(1, 2, 1, 1), width=4, norm=nn.BatchNorm2d):
     return nn.Sequential(stem, nn.Sequential(*blocks), *head)
 
 
-class GatedStream(nn.Module):
+def gated_stream(maps=12, blocks=3):
     """One gate at every write to the stream, so that a closed map leaves everywhere."""
 
-    def __init__(self, maps=12, blocks=3):
-        super().__init__()
-        self.stem = nn.Conv2d(3, maps, 3, padding=1)
-        self.gate = L0Gate(maps, dim=1)
-        self.blocks = nn.ModuleList([
-            nn.Sequential(
-                nn.Conv2d(maps, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), L0Gate(8, dim=1),
-                nn.Conv2d(8, maps, 3, padding=1),
-            )
-            for _ in range(blocks)
-        ])  # fmt: skip
-        self.head = nn.Linear(maps, 5)
+    def forward(net, x):
+        x = net.gate(net.stem(x))
+        for block in net.blocks:
+            x = F.relu(x + net.gate(block(x)))
+        return net.head(x.mean((2, 3)))
 
-    def forward(self, x):
-        x = self.gate(self.stem(x))
-        for block in self.blocks:
-            x = F.relu(x + self.gate(block(x)))
-        return self.head(x.mean((2, 3)))
+    def block():
+        behind = nn.BatchNorm2d(8), nn.ReLU(), L0Gate(8, dim=1)
+        return nn.Sequential(nn.Conv2d(maps, 8, 3, padding=1), *behind, nn.Conv2d(8, maps, 3, padding=1))
+
+    layers = {"stem": nn.Conv2d(3, maps, 3, padding=1), "blocks": nn.ModuleList(block() for _ in range(blocks))}
+    return Dense(forward, gate=L0Gate(maps, dim=1), head=(maps, 5), **layers)
 
 
-class Residual(nn.Module):
+def added(*layers):
     """Adds a branch."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.branch = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return x + self.branch(x)
+    return Net(lambda net, x: x + net.branch(x), branch=nn.Sequential(*layers))
 
 
 def gated_branches():
     """A gate at the end of each branch, whose maps close on the stream while others write them."""
-    branches = [Residual(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), L0Gate(6, dim=1)) for _ in range(2)]
+    branches = [added(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), L0Gate(6, dim=1)) for _ in range(2)]
     return nn.Sequential(nn.Conv2d(3, 6, 1), *branches, nn.Conv2d(6, 2, 1))
 
 
 def gated_blocks():
     """A gate on each whole branch: a closed block computes nothing."""
-    blocks = [Residual(nn.Linear(8, 6), nn.ReLU(), L0Gate(6), nn.Linear(6, 8), whole_gate()) for _ in range(3)]
+    blocks = [added(nn.Linear(8, 6), nn.ReLU(), L0Gate(6), nn.Linear(6, 8), whole_gate()) for _ in range(3)]
     return nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 3))
 
 
@@ -110,20 +97,20 @@ def _all(size):
 
 ENTRIES = {
     "resnet50": Entry(
-        resnet, images(16), shapes={"1.0.narrow.0.weight": (2, 4, 1, 1), "1.2.filter.0.weight": (4, 4, 3, 3)},
+        resnet, normal(3, 16, 16), shapes={"1.0.narrow.0.weight": (2, 4, 1, 1), "1.2.filter.0.weight": (4, 4, 3, 3)},
     ),
     "resnet_group_norm": Entry(
-        lambda: resnet((1, 1, 1), norm=_groups_of(2)), images(), second_half,
+        lambda: resnet((1, 1, 1), norm=_groups_of(2)), normal(3, 8, 8), second_half,
         shapes={"1.1.narrow.0.weight": (4, 16, 1, 1), "1.1.narrow.1.weight": (4,)},
     ),
     "gated_stream": Entry(
-        GatedStream, images(6), shapes={"stem.weight": (6, 3, 3, 3), "blocks.2.0.weight": (4, 6, 3, 3)},
+        gated_stream, normal(3, 6, 6), shapes={"stem.weight": (6, 3, 3, 3), "blocks.2.0.weight": (4, 6, 3, 3)},
     ),
     "gated_branches": Entry(
-        gated_branches, images(6), shapes={"1.branch.0.weight": (3, 6, 3, 3), "0.weight": (6, 3, 1, 1)},
+        gated_branches, normal(3, 6, 6), shapes={"1.branch.0.weight": (3, 6, 3, 3), "0.weight": (6, 3, 1, 1)},
     ),
     "gated_blocks": Entry(
-        gated_blocks, lambda batch: torch.randn(batch, 5), _all,
+        gated_blocks, normal(5), _all,
         shapes={"1.branch.0.weight": (1, 8), "3.branch.3.weight": (8, 1)},
         stays={f"{k}.branch.4.gate": (1, "a dimension keeps one entry, and this has no other") for k in (1, 2, 3)},
     ),

@@ -4,20 +4,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import L0Gate
 from tests.engine.zoo.attention import Block, tokens
-from tests.engine.zoo.entry import Entry
-from tests.networks import Net
+from tests.engine.zoo.entry import Entry, normal
+from tests.networks import Dense, Net
 
 
 def tied_autoencoder():
     """The decoder is the encoder's transpose."""
-    return Net(
-        lambda net, x: F.linear(net.gate(torch.sigmoid(net.encoder(x))), net.encoder.weight.t(), net.bias),
-        encoder=nn.Linear(10, 8),
-        gate=L0Gate(8),
-        bias=nn.Parameter(torch.zeros(10)),
-    )
+
+    def forward(net, x):
+        return F.linear(net.gate(torch.sigmoid(net.encoder(x))), net.encoder.weight.t(), net.bias)
+
+    return Dense(forward, encoder=(10, 8), gate=8, bias=nn.Parameter(torch.zeros(10)))
 
 
 def repeated_block():
@@ -32,17 +30,13 @@ def repeated_block():
     return Net(forward, words=nn.Embedding(20, 12), block=Block(12, 4, fused=True), head=nn.Linear(12, 3))
 
 
-class SharedLayer(nn.Module):
+def shared_layer():
     """Two gates in front of one layer: a column leaves only where both are closed."""
 
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(5, 8), nn.Linear(5, 8)
-        self.one_gate, self.other_gate = L0Gate(8), L0Gate(8)
-        self.shared = nn.Linear(8, 3)
+    def forward(net, x):
+        return net.shared(net.one_gate(net.one(x))) + net.shared(net.other_gate(net.other(x)).relu())
 
-    def forward(self, x):
-        return self.shared(self.one_gate(self.one(x))) + self.shared(self.other_gate(self.other(x)).relu())
+    return Dense(forward, one=(5, 8), other=(5, 8), one_gate=8, other_gate=8, shared=(8, 3))
 
 
 def equilibrium(size=10):
@@ -55,20 +49,14 @@ def equilibrium(size=10):
             state = net.gate(torch.tanh(net.layer(state) + fed))
         return net.head(state)
 
-    return Net(
-        forward, read=nn.Linear(5, size), layer=nn.Linear(size, size), gate=L0Gate(size), head=nn.Linear(size, 2)
-    )
-
-
-def _rows(size):
-    return lambda batch: torch.randn(batch, size)
+    return Dense(forward, read=(5, size), layer=(size, size), gate=size, head=(size, 2))
 
 
 ENTRIES = {
-    "tied_autoencoder": Entry(tied_autoencoder, _rows(10), shapes={"encoder.weight": (4, 10), "bias": (10,)}),
+    "tied_autoencoder": Entry(tied_autoencoder, normal(10), shapes={"encoder.weight": (4, 10), "bias": (10,)}),
     "repeated_block": Entry(
         repeated_block, tokens, shapes={"block.attention.qkv.weight": (18, 12), "block.dense.outer.weight": (12, 8)},
     ),
-    "shared_layer": Entry(SharedLayer, _rows(5), shapes={"one.weight": (4, 5), "shared.weight": (3, 4)}),
-    "equilibrium": Entry(equilibrium, _rows(5), shapes={"read.weight": (5, 5), "layer.weight": (5, 5)}),
+    "shared_layer": Entry(shared_layer, normal(5), shapes={"one.weight": (4, 5), "shared.weight": (3, 4)}),
+    "equilibrium": Entry(equilibrium, normal(5), shapes={"read.weight": (5, 5), "layer.weight": (5, 5)}),
 }  # fmt: skip

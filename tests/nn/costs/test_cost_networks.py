@@ -12,68 +12,31 @@ from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.square_norms import square_norms
 from tests.engine.zoo import ZOO
-from tests.networks import Net
+from tests.engine.zoo.attention import Block
+from tests.networks import Dense
 
 
-class Attention(nn.Module):
-    """A transformer of one layer, with gates on its heads and on its feed-forward units."""
-
-    def __init__(self, is_fused=False):
-        super().__init__()
-        self.embed, self.first, self.second = nn.Embedding(9, 8), nn.LayerNorm(8), nn.LayerNorm(8)
-        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
-        self.heads, self.up, self.units, self.down = L0Gate(4, dim=1), nn.Linear(8, 6), L0Gate(6), nn.Linear(6, 8)
-        self.last, self.is_fused = nn.Linear(8, 3), is_fused
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        y = self.first(x)
-        q, k, v = (m(y).unflatten(-1, (4, 2)).transpose(1, 2) for m in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v) if self.is_fused else (q @ k.mT / 2**0.5).softmax(-1) @ v
-        x = x + self.out(self.heads(mixed).transpose(1, 2).flatten(2))
-        x = x + self.down(self.units(F.gelu(self.up(self.second(x)))))
-        return self.last(x[:, 0])
-
-
-class Stream(nn.Module):
+def stream():
     """A residual stream with a gate on what enters and on every branch."""
 
-    def __init__(self):
-        super().__init__()
-        self.enter, self.start = nn.Linear(4, 6), L0Gate(6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.gates, self.last = nn.ModuleList(L0Gate(6) for _ in "abc"), nn.Linear(6, 2)
-
-    def forward(self, x):
-        x = self.start(F.relu(self.enter(x)))
-        for layer, gate in zip(self.layers, self.gates, strict=True):
+    def forward(net, x):
+        x = net.start(F.relu(net.enter(x)))
+        for layer, gate in zip(net.layers, net.gates, strict=True):
             x = x + gate(F.relu(layer(x)))
-        return self.last(x)
+        return net.last(x)
+
+    layers, gates = nn.ModuleList(nn.Linear(6, 6) for _ in "abc"), nn.ModuleList(L0Gate(6) for _ in "abc")
+    return Dense(forward, enter=(4, 6), start=6, layers=layers, gates=gates, last=(6, 2))
 
 
-class WholeBlock(nn.Module):
-    """One gate on a whole branch, with gates on its units inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter, self.up, self.down, self.last = (nn.Linear(*s) for s in ((4, 5), (5, 6), (6, 5), (5, 2)))
-        self.units, self.block = L0Gate(6), L0Gate(1)
-
-    def forward(self, x):
-        x = torch.tanh(self.enter(x))
-        branch = self.down(self.units(F.relu(self.up(x))))
-        return self.last(x + self.block(branch.unsqueeze(-1)).squeeze(-1))
-
-
-TOKENS = torch.tensor([[1, 5, 2]])
+TOKENS = torch.randn(1, 3, 8)
 OF_THE_ZOO = (
-    *("mlp", "soft_experts", "linear_attention", "gated_blocks", "gated_stream"),
+    *("mlp", "soft_experts", "causal_attention", "linear_attention", "gated_blocks", "gated_stream"),
     *("lenet", "shufflenet", "super_resolution", "diffusion_block"),
 )
 NETWORKS = {
-    "attention": lambda: (Attention().double(), TOKENS),
-    "fused attention": lambda: (Attention(is_fused=True).double(), TOKENS),
-    "stream": lambda: (Stream().double(), torch.randn(3, 4).double()),
+    "attention": lambda: (Block(8, 4).double(), TOKENS.double()),
+    "stream": lambda: (stream().double(), torch.randn(3, 4).double()),
     **{name: lambda entry=ZOO[name]: (entry.network(), entry.example(2)) for name in OF_THE_ZOO},
 }
 
@@ -115,7 +78,7 @@ def test_counts_of_given_gates_are_those_of_the_analysis(name):
             assert cost.macs(gates).item() <= expected
             continue
         assert cost.macs(gates).item() == expected
-        kept = [analysis.remaining[key] for key, x in network.named_parameters() if x.dim() > 1 and "embed" not in key]
+        kept = [analysis.remaining[key] for key, x in network.named_parameters() if x.dim() > 1]
         assert cost.weights(gates).item() == sum(
             torch.tensor([len(dim) for dim in dims]).prod().item() for dims in kept
         )
@@ -155,101 +118,82 @@ def test_gradients(name):
 
 def test_a_head_costs_its_queries_keys_values_and_outputs():
     """By hand: 3 tokens, heads of 2 of 8 features."""
-    cost = NetworkCost(Attention(), torch.tensor([[1, 5, 2]]))
-    active = {"heads": torch.ones(4).double().requires_grad_(), "units": torch.ones(6).double()}
-    (saved,) = torch.autograd.grad(cost.macs(active), active["heads"])
+    cost = NetworkCost(Block(8, 4), TOKENS)
+    heads = torch.ones(4).double().requires_grad_()
+    active = {"attention.gate": heads, "dense.gate": torch.ones(16).double()}
+    (saved,) = torch.autograd.grad(cost.macs(active), heads)
     torch.testing.assert_close(saved, torch.full((4,), 4 * 3 * 8 * 2 + 2 * 3 * 3 * 2.0).double())
-    assert cost.group_sizes["heads"] == 2 * 8
-    assert cost.filter_sizes["heads"] == 3 * 2 * 8
+    assert cost.group_sizes["attention.gate"] == 2 * 8
+    assert cost.filter_sizes["attention.gate"] == 3 * 2 * 8
 
 
 def test_a_gate_on_a_whole_block():
     """Closed, it takes the block's units with it, and is as likely to be open as they are together."""
-    cost = NetworkCost(WholeBlock(), torch.zeros(3, 4))
-    closed = {"units": torch.ones(6), "block": torch.zeros(1)}
-    assert cost.weights(closed).item() == 4 * 5 + 5 * 2
-    assert cost.weights({"units": torch.full((6,), 0.5), "block": torch.full((1,), 0.25)}).item() == pytest.approx(
-        4 * 5 + 5 * 2 + 0.125 * 6 * 5 * 2
-    )
+
+    def forward(net, x):
+        x = torch.tanh(net.enter(x))
+        branch = net.down(net.units(F.relu(net.up(x))))
+        return net.last(x + net.block(branch.unsqueeze(-1)).squeeze(-1))
+
+    network = Dense(forward, enter=(4, 5), up=(5, 6), units=6, down=(6, 5), block=1, last=(5, 2))
+    cost = NetworkCost(network, torch.zeros(3, 4))
+    rest = 4 * 5 + 5 * 2
+    assert cost.weights({"units": torch.ones(6), "block": torch.zeros(1)}).item() == rest
+    found = cost.weights({"units": torch.full((6,), 0.5), "block": torch.full((1,), 0.25)})
+    assert found.item() == pytest.approx(rest + 0.125 * 6 * 5 * 2)
 
 
 def test_report_says_why_units_stay():
     """Those of the network's inputs and outputs, and those that a barrier reads; the others leave."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-            self.gates = nn.ModuleList([L0Gate(3), L0Gate(4), L0Gate(4), L0Gate(2)])
+    def forward(net, x):
+        x = net.gates[1](torch.relu(net.a(net.gates[0](x))))
+        return net.gates[3](net.c(net.gates[2](torch.relu(net.b(x))).sort().values))
 
-        def forward(self, x):
-            x = self.gates[1](torch.relu(self.a(self.gates[0](x))))
-            return self.gates[3](self.c(self.gates[2](torch.relu(self.b(x))).sort().values))
-
-    report = NetworkCost(Net(), torch.randn(2, 3)).report()
+    gates = nn.ModuleList(L0Gate(size) for size in (3, 4, 4, 2))
+    report = NetworkCost(Dense(forward, a=(3, 4), b=(4, 4), c=(4, 2), gates=gates), torch.randn(2, 3)).report()
     assert {(stay.site, stay.where, stay.why, stay.units) for stay in report.stays} == {
         ("gates.0", "in front", "network input", (0, 1, 2)),
         ("gates.2", "behind", "sort in the network", (0, 1, 2, 3)),
         ("gates.3", "behind", "network output", (0, 1)),
     }
     assert "gate 'gates.2', units 0-3: stay behind the gate (sort in the network)" in str(report)
-    assert str(NetworkCost(Attention(), torch.tensor([[1, 2]])).report()) == "every unit leaves with its gate"
+    assert str(NetworkCost(Block(8, 4), TOKENS).report()) == "every unit leaves with its gate"
 
 
 def test_square_norms_of_all_layers():
     """Of transposed and grouped convolutions, of heads, and of weights that are parametrised or transposed."""
 
-    product = Net(lambda net, x: net.gate(x) @ net.weight, gate=L0Gate(3), weight=nn.Parameter(torch.randn(3, 2)))
-    torch.testing.assert_close(square_norms(product, torch.ones(1, 3))["gate"](), product.weight.square().sum(1))
+    def check(net, shape, site, expected):
+        torch.testing.assert_close(square_norms(net, torch.ones(shape))[site](), expected)
+
+    product = Dense(lambda net, x: net.gate(x) @ net.weight, gate=3, weight=nn.Parameter(torch.randn(3, 2)))
+    check(product, (1, 3), "gate", product.weight.square().sum(1))
     product.weight = nn.Parameter(torch.randn(3, 3))
     product.forward = lambda x: product.gate(x) @ product.weight.t()  # of a square, whose shape tells no transposition
-    torch.testing.assert_close(square_norms(product, torch.ones(1, 3))["gate"](), product.weight.square().sum(0))
+    check(product, (1, 3), "gate", product.weight.square().sum(0))
     grouped = nn.Sequential(L0Gate(4, dim=1), nn.Conv1d(4, 6, 2, groups=2))
-    weight = grouped[1].weight.square().sum(2)
-    expected = torch.cat([weight[:3].sum(0), weight[3:].sum(0)])
-    torch.testing.assert_close(square_norms(grouped, torch.ones(1, 4, 5))["0"](), expected)
+    first, second = grouped[1].weight.square().sum(2).split(3)
+    check(grouped, (1, 4, 5), "0", torch.cat([first.sum(0), second.sum(0)]))
     transposed = nn.Sequential(L0Gate(4, dim=1), nn.ConvTranspose1d(4, 3, 2))
-    expected = transposed[1].weight.square().sum([1, 2])
-    torch.testing.assert_close(square_norms(transposed, torch.ones(1, 4, 5))["0"](), expected)
-    attention = Attention()
-    expected = attention.out.weight.square().sum(0).view(4, 2).sum(1)
-    torch.testing.assert_close(square_norms(attention, torch.tensor([[1, 2]]))["heads"](), expected)
-    maps, image = made("lenet")
-    expected = maps[8].weight.square().sum(0).view(6, 4).sum(1)
-    torch.testing.assert_close(square_norms(maps, image)["6"](), expected)
+    check(transposed, (1, 4, 5), "0", transposed[1].weight.square().sum([1, 2]))
+    block = Block(8, 4)
+    check(block, (1, 3, 8), "attention.gate", block.attention.output.weight.square().sum(0).view(4, 2).sum(1))
+    maps = ZOO["lenet"].network().float()
+    check(maps, (1, 1, 10, 10), "6", maps[8].weight.square().sum(0).view(6, 4).sum(1))
     normed = nn.Sequential(L0Gate(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
-    torch.testing.assert_close(square_norms(normed, torch.ones(1, 3))["0"](), normed[1].weight.square().sum(0))
-
-
-def test_square_norms_of_weights_that_are_computed_are_refused():
-    network = Net(
-        lambda net, x: F.linear(net.gate(x), net.linear.weight * net.mask),
-        gate=L0Gate(3),
-        linear=nn.Linear(3, 2),
-        mask=nn.Parameter(torch.ones(2, 3)),
-    )
-    with pytest.raises(ValueError, match=r"units of gate 'gate' that are read by parameters, .* 'the network'"):
-        square_norms(network, torch.ones(1, 3))
-
-
-class TwoReaders(nn.Module):
-    """Hidden units that are read twice: for forty gated units, and for one more behind the same gates."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter, self.many, self.one = nn.Linear(3, 4), nn.Linear(4, 40), nn.Linear(4, 1)
-        self.gate, self.last = L0Gate(41), nn.Linear(41, 2)
-
-    def forward(self, x):
-        x = F.relu(self.enter(x))
-        return self.last(self.gate(torch.cat([self.many(x), self.one(x)], dim=-1)))
+    check(normed, (1, 3), "0", normed[1].weight.square().sum(0))
 
 
 def test_one_gate_more_in_a_long_disjunction_counts():
-    """The hidden units stay if any of 41 gates is open, the last one included."""
-    cost = NetworkCost(TwoReaders(), torch.randn(2, 3))
-    last = torch.zeros(41)
-    last[-1] = 1
+    """Hidden units are read for forty gated units and for one more: they stay if any of 41 gates is open."""
+
+    def forward(net, x):
+        x = F.relu(net.enter(x))
+        return net.last(net.gate(torch.cat([net.many(x), net.one(x)], dim=-1)))
+
+    network = Dense(forward, enter=(3, 4), many=(4, 40), one=(4, 1), gate=41, last=(41, 2))
+    cost, last = NetworkCost(network, torch.randn(2, 3)), (torch.arange(41) == 40).float()
     assert cost.weights({"gate": last}).item() == 3 * 4 + 4 * 1 + 1 * 2
     assert cost.weights({"gate": 1 - last}).item() == 3 * 4 + 4 * 40 + 40 * 2
 
@@ -258,10 +202,9 @@ def test_weights_that_multiply_unit_by_unit_read_the_units():
     """Each head has a 3 x 2 matrix of its own, and two outputs, which a layer of 2 x 8 weights reads."""
 
     def forward(net, x):
-        heads = torch.einsum("bhd,hde->bhe", net.gate(x.unflatten(1, (4, 3))), net.matrix())
-        return net.out(heads.flatten(1))
+        return net.out(torch.einsum("bhd,hde->bhe", net.gate(x.unflatten(1, (4, 3))), net.matrix).flatten(1))
 
-    network = Net(forward, gate=L0Gate(4, dim=1), matrix=Parameter(4, 3, 2), out=nn.Linear(8, 2))
+    network = Dense(forward, gate=L0Gate(4, dim=1), matrix=nn.Parameter(torch.randn(4, 3, 2)), out=(8, 2))
     assert NetworkCost(network, torch.randn(2, 12)).group_sizes == {"gate": 3 * 2 + 2 * 2}
 
 
@@ -270,42 +213,24 @@ def test_what_is_added_in_an_attention_is_no_weight():
 
     def forward(net, x):
         q, k, v = net.enter(x).chunk(3, -1)
-        return net.out(F.scaled_dot_product_attention(q, k, net.gate(v), net.mask()))
+        return net.out(F.scaled_dot_product_attention(q, k, net.gate(v), net.mask))
 
-    network = Net(forward, enter=nn.Linear(6, 18), gate=L0Gate(6), mask=Parameter(3, 3), out=nn.Linear(6, 2))
+    network = Dense(forward, enter=(6, 18), gate=6, mask=nn.Parameter(torch.randn(3, 3)), out=(6, 2))
     cost = NetworkCost(network, torch.randn(2, 3, 6))
     assert cost.group_sizes == {"gate": 2}
     assert cost.total_weights == 6 * 18 + 6 * 2
 
 
-class Parameter(nn.Module):
-    """One tensor that is learned."""
-
-    def __init__(self, *shape):
-        super().__init__()
-        self.value = nn.Parameter(torch.randn(shape))
-
-    def forward(self):
-        return self.value
-
-
-class Comparing(nn.Module):
-    """Asks for the number of channels, from which compaction must not take so many that the answer is another."""
-
-    def __init__(self, least):
-        super().__init__()
-        self.first, self.gate, self.second, self.least = nn.Linear(4, 6), L0Gate(6), nn.Linear(6, 3), least
-
-    def forward(self, x):
-        y = self.gate(torch.relu(self.first(x)))
-        return self.second(2 * y if y.shape[1] < self.least else y)
-
-
 @pytest.mark.parametrize("least", [0, 4])
 def test_code_that_compares_sizes(least):
     """Where the answer depends on what leaves, the count is below what compaction keeps, and a warning says so."""
+
+    def forward(net, x):
+        y = net.gate(torch.relu(net.first(x)))
+        return net.second(2 * y if y.shape[1] < least else y)
+
     x, z = torch.randn(2, 4), {"gate": torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])}
-    network = Comparing(least).eval()
+    network = Dense(forward, first=(4, 6), gate=6, second=(6, 3)).eval()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cost = NetworkCost(network, x)

@@ -5,63 +5,26 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.square_norms import square_norms
-from tests.networks import Net
+from tests.networks import Dense, Net
 
 
-class Shaped(nn.Module):
-    """Features, made into a shape in which a layer reads them."""
-
-    def __init__(self, shape, *layers):
-        super().__init__()
-        self.shape, self.gate, self.layers = shape, L0Gate(layers[0].in_features), nn.Sequential(*layers[1:])
-
-    def forward(self, x):
-        return self.layers(self.gate(x).view(x.size(0), *self.shape))
-
-
-def test_gates_in_front_of_features_that_become_maps_have_a_price():
+@pytest.mark.parametrize("places", [(2, 3), (1, 1)])
+@pytest.mark.parametrize("how", ["unflatten", "view"])
+def test_gates_in_front_of_features_that_become_maps_have_a_price(places, how):
     """A feature is read by its map's kernels, of all places; in a map of one place alone it is the map."""
-    for places, net in itertools.product(((2, 3), (1, 1)), ("unflatten", "view")):
-        size, conv = 4 * places[0] * places[1], nn.Conv2d(4, 5, 3, padding=1)
-        if net == "unflatten":
-            network = nn.Sequential(nn.Linear(7, size), nn.ReLU(), L0Gate(size), nn.Unflatten(1, (4, *places)), conv)
-        else:
-            network = nn.Sequential(nn.Linear(7, size), Shaped((4, *places), nn.Linear(size, 1), conv))
-        cost = NetworkCost(network, torch.randn(3, 7))
-        (name,) = cost.group_sizes
-        assert cost.group_sizes == {name: 5 * 9.0}
-        assert cost.filter_sizes == {name: 7.0}
-        norms = square_norms(network, torch.randn(3, 7))
-        columns = conv.weight.square().sum([0, 2, 3])
-        torch.testing.assert_close(norms[name](), columns.repeat_interleave(places[0] * places[1]))
-        torch.testing.assert_close(norms.together([name]), norms[name]())
-
-
-def scale(size):
-    """A gate on the inputs of a weight."""
-    return Net(lambda net, weight: net.gate(weight), gate=L0Gate(size))
-
-
-@pytest.mark.parametrize("parametrisation", [L0Gate, scale])
-def test_a_gate_in_a_weight_parametrisation_is_refused(parametrisation):
-    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    parametrize.register_parametrization(network[2], "weight", parametrisation(3))
-    for count in (NetworkCost, square_norms):
-        with pytest.raises(
-            ValueError, match=r"gate '.*' \(module '2.parametrizations.weight.0(.gate)?'\) computes weights"
-        ):
-            count(network, torch.randn(2, 4))
-
-
-def test_a_gate_that_is_never_called_is_refused():
-    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    network[0].gate = L0Gate(3)
-    with pytest.raises(ValueError, match=r"gate '0.gate' \(module '0.gate'\) is never called"):
-        NetworkCost(network, torch.randn(2, 4))
+    size, conv = 4 * places[0] * places[1], nn.Conv2d(4, 5, 3, padding=1)
+    view = Net(lambda net, x: x.view(x.size(0), *net.shape), shape=(4, *places))
+    shaped = nn.Unflatten(1, (4, *places)) if how == "unflatten" else view
+    network = nn.Sequential(nn.Linear(7, size), nn.ReLU(), L0Gate(size), shaped, conv)
+    cost, norms = NetworkCost(network, torch.randn(3, 7)), square_norms(network, torch.randn(3, 7))
+    assert cost.group_sizes == {"2": 5 * 9.0}
+    assert cost.filter_sizes == {"2": 7.0}
+    columns = conv.weight.square().sum([0, 2, 3])
+    torch.testing.assert_close(norms["2"](), columns.repeat_interleave(places[0] * places[1]))
+    torch.testing.assert_close(norms.together(["2"]), norms["2"]())
 
 
 def test_group_sizes_of_gates_that_nothing_reads_are_refused():
@@ -74,29 +37,26 @@ def test_group_sizes_of_gates_that_nothing_reads_are_refused():
     assert cost.weights({"2": torch.tensor([1.0, 0.0, 1.0]), "4": torch.tensor([1.0, 0.0])}).item() == 4 * 2 + 2 * 1
 
 
-class Tied(nn.Module):
+def tied_layers(shared_gate, uses=2):
     """The same weight in two or three layers, with gates around them."""
 
-    def __init__(self, shared_gate, uses=2):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(uses))
-        for layer in self.layers[1:]:
-            layer.weight = self.layers[0].weight
-        gate = L0Gate(3)
-        self.gates = nn.ModuleList(gate if shared_gate else L0Gate(3) for _ in range(uses))
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x):
-        for gate, layer in zip(self.gates, self.layers, strict=True):
+    def forward(net, x):
+        for gate, layer in zip(net.gates, net.layers, strict=True):
             x = torch.tanh(layer(gate(x)))
-        return self.last(x)
+        return net.last(x)
+
+    layers, gate = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(uses)), L0Gate(3)
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    gates = nn.ModuleList(gate if shared_gate else L0Gate(3) for _ in range(uses))
+    return Dense(forward, layers=layers, gates=gates, last=(3, 2))
 
 
 @pytest.mark.parametrize("shared_gate", [False, True])
 @pytest.mark.parametrize("uses", [2, 3])
 def test_tied_weights_count_once(shared_gate, uses):
     """In totals, and of what is left the weights that any layer needs, by enumeration; macs count every use."""
-    network = Tied(shared_gate, uses)
+    network = tied_layers(shared_gate, uses)
     cost = NetworkCost(network, torch.randn(2, 3))
     assert (cost.total_weights, cost.total_macs) == (9 + 6, 9 * uses + 6)
     names = list(cost.filter_sizes)
@@ -112,28 +72,22 @@ def test_tied_weights_count_once(shared_gate, uses):
     assert all(prob.grad.min() > 0 for prob in probs.values())
 
 
-def test_tied_weights_that_a_gates_units_are_read_by_twice_count_once():
+@pytest.mark.parametrize(("tied", "times"), [(True, 1), (False, 2)])
+def test_tied_weights_that_a_gates_units_are_read_by_twice_count_once(tied, times):
     """In group sizes and norms; weights of the same values that are not tied count twice."""
 
-    class Twins(nn.Module):
-        def __init__(self, tied):
-            super().__init__()
-            self.gate, self.a, self.b, self.last = L0Gate(3), nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 1)
-            if tied:
-                self.b.weight = self.a.weight
-            else:
-                self.b.load_state_dict(self.a.state_dict())
+    def forward(net, x):
+        x = net.gate(x)
+        return net.last(torch.relu(net.a(x)) + torch.tanh(net.b(x)))
 
-        def forward(self, x):
-            x = self.gate(x)
-            return self.last(torch.relu(self.a(x)) + torch.tanh(self.b(x)))
-
-    for tied, times in ((True, 1), (False, 2)):
-        network = Twins(tied)
-        cost, norms = NetworkCost(network, torch.randn(2, 3)), square_norms(network, torch.randn(2, 3))
-        assert cost.group_sizes == {"gate": 4.0 * times}
-        assert cost.total_weights == 12 * times + 4
-        assert cost.weights({"gate": torch.tensor([1.0, 0.0, 1.0])}).item() == 8 * times + 4
-        # Both branches vary if the gate is open.
-        assert cost.weights({"gate": torch.tensor([0.5, 0.0, 0.0])}).item() == 2 * times + 0.5 * 4
-        torch.testing.assert_close(norms["gate"](), times * network.a.weight.square().sum(0))
+    network = Dense(forward, gate=3, a=(3, 4), b=(3, 4), last=(4, 1))
+    network.b.load_state_dict(network.a.state_dict())
+    if tied:
+        network.b.weight = network.a.weight
+    cost, norms = NetworkCost(network, torch.randn(2, 3)), square_norms(network, torch.randn(2, 3))
+    assert cost.group_sizes == {"gate": 4.0 * times}
+    assert cost.total_weights == 12 * times + 4
+    assert cost.weights({"gate": torch.tensor([1.0, 0.0, 1.0])}).item() == 8 * times + 4
+    # Both branches vary if the gate is open.
+    assert cost.weights({"gate": torch.tensor([0.5, 0.0, 0.0])}).item() == 2 * times + 0.5 * 4
+    torch.testing.assert_close(norms["gate"](), times * network.a.weight.square().sum(0))

@@ -21,6 +21,7 @@ from pyro_l0.nn.engine.statements import NormalForms, TruthTables
 from pyro_l0.nn.gate import gate_names
 from tests.bench.fuzz_cost import Excited, difference
 from tests.engine.zoo import ZOO
+from tests.networks import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 
@@ -82,11 +83,8 @@ def test_statements_grow_with_depth_and_not_with_its_powers(make):
 def test_an_expectation_in_series_is_exact():
     """Five gates in a row on each of two channels, by enumeration: read-once statements stay so."""
     torch.manual_seed(0)
-    layers = [
-        nn.Conv1d(3, 2, 1),
-        *itertools.chain(*((nn.Conv1d(2, 2, 1, groups=2), L0Gate(2, dim=1)) for _ in range(5))),
-    ]
-    network, x = nn.Sequential(*layers, nn.Conv1d(2, 1, 1)), torch.randn(1, 3, 4)
+    layers = [x for _ in range(5) for x in (nn.Conv1d(2, 2, 1, groups=2), L0Gate(2, dim=1))]
+    network, x = nn.Sequential(nn.Conv1d(3, 2, 1), *layers, nn.Conv1d(2, 1, 1)), torch.randn(1, 3, 4)
     cost = NetworkCost(network, x)
     probs = {site: torch.tensor([0.9 - 0.1 * i, 0.5 + 0.05 * i]).double() for i, site in enumerate(cost.sizes)}
     alive = torch.stack([*probs.values()]).prod(0)  # of each channel; its weights are 3 + 5 + 1
@@ -125,26 +123,24 @@ def test_a_statement_of_sixty_gates_is_refuted_though_no_random_case_has_them_al
     assert statements.is_proven
 
 
-class Ring(nn.Module):
+def ring():
     """Groups whose maps are the product of two dimensions in several layers, which gates link."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = L0Gate(8, dim=1), L0Gate(8, dim=1), L0Gate(8, dim=1)
-        self.start, self.one = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 1, groups=2)
-        self.two, self.end = nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 3, 1)
-        self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(3))
+    def forward(net, x):
+        x = net.first(net.norms[0](net.start(x)))
+        x = x + net.two(net.second(net.norms[1](net.one(x))))
+        return net.end(net.third(net.norms[2](x)))
 
-    def forward(self, x):
-        x = self.first(self.norms[0](self.start(x)))
-        x = x + self.two(self.second(self.norms[1](self.one(x))))
-        return self.end(self.third(self.norms[2](x)))
+    gates = {name: L0Gate(8, dim=1) for name in ("first", "second", "third")}
+    layers = {"start": nn.Conv2d(2, 8, 1), "one": nn.Conv2d(8, 8, 1, groups=2)}
+    layers |= {"two": nn.Conv2d(8, 8, 1, groups=2), "end": nn.Conv2d(8, 3, 1)}
+    return Dense(forward, **gates, **layers, norms=nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(3)))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
 def test_given_gates_are_counted_exactly_where_no_proof_was_found(share):
     torch.manual_seed(3)
-    network, x = Ring().double().eval(), torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    network, x = ring().double().eval(), torch.randn(2, 2, 3, 3, dtype=torch.float64)
     cost = NetworkCost(network, x)
     cost._dependencies.statements.is_proven = False
     gates = {site: (torch.rand(size) >= share).double().requires_grad_() for site, size in cost.sizes.items()}
@@ -168,11 +164,6 @@ def test_costs_of_random_networks_are_counts_of_what_is_left(seed):
         assert difference(seed) is None
 
 
-class Product(nn.Module):
-    def forward(self, x):
-        return torch.bmm(x, x.mT)
-
-
 def counted_wrongly(maps, operation):
     """Says that a product is an addition: no multiply-adds."""
     for dim in range(3):
@@ -184,7 +175,7 @@ def counted_wrongly(maps, operation):
 def test_multiply_adds_that_torch_counts_otherwise_are_refused_by_name(inner, monkeypatch):
     monkeypatch.setitem(ENTRIES, "aten::bmm", Entry(counted_wrongly))
     layers = [nn.Sequential(), nn.Sequential()]
-    layers[inner != "the first"].inner = Product()
+    layers[inner != "the first"].inner = Dense(lambda net, x: torch.bmm(x, x.mT))
     path = "0.inner" if inner == "the first" else inner
     with pytest.raises(ValueError, match=rf"count the 16 multiply-adds of bmm in {path}, but got 0\. Please report it"):
         NetworkCost(nn.Sequential(*layers, nn.Linear(2, 2), L0Gate(2)), torch.randn(2, 2, 2))
@@ -197,9 +188,8 @@ def test_multiply_adds_that_torch_counts_otherwise_are_refused_by_name(inner, mo
 def test_a_wrong_statement_is_refused_by_the_name_of_its_weight(name, wrong, monkeypatch):
     """Of what two statements need, one is left out."""
     monkeypatch.setattr(NormalForms, name, wrong)
-    network = nn.Sequential(
-        nn.Linear(4, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 1)
-    )
+    layers = nn.Linear(4, 8), nn.ReLU(), L0Gate(8), nn.Linear(8, 8), nn.ReLU(), L0Gate(8)
+    network = nn.Sequential(*layers, nn.Linear(8, 1))
     with pytest.raises(ValueError, match=r"Expected to count the \d+ \S+ of '\d.weight', but got \d+\. Please report"):
         NetworkCost(network, torch.randn(2, 4))
 
