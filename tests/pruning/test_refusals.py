@@ -40,6 +40,16 @@ class Literal(Mlp):
 
 REFUSED = {
     "no network": (dict(network=F.relu), TypeError, "network to be a torch.nn.Module"),
+    "a compiled network": (dict(network=torch.compile(Mlp())), TypeError, "OptimizedModule.*give network._orig_mod"),
+    "a parallel network": (dict(network=nn.DataParallel(Mlp())), TypeError, "a DataParallel.*give network.module"),
+    "a frozen network": (dict(network=Mlp().requires_grad_(False)), ValueError, "empty parameter list"),
+    "an optimiser of other parameters": (
+        dict(make_optimiser=lambda _: torch.optim.SGD(Mlp().parameters(), 0.1)),
+        ValueError,
+        "optimiser of the parameters that it is given.*copy of the network",
+    ),
+    "a file in no folder": (dict(checkpoint="no/run.pt"), FileNotFoundError, "No such file or directory"),
+    "no file": (dict(resume=True), ValueError, "checkpoint to resume from"),
     "no insertion point": (
         dict(network=Net(lambda net, x: net.only(x.flatten(1)), only=nn.Linear(64, 10))),
         ValueError,
@@ -119,19 +129,6 @@ def test_refusals(name):
     options, error, message = REFUSED[name]
     with pytest.raises(error, match=re.compile(message, re.DOTALL)):
         pruned(**options)
-
-
-def test_networks_and_optimisers_of_another_kind():
-    """A wrapped or a frozen network, and an optimiser of other parameters than those that are trained."""
-    network = Mlp()
-    with pytest.raises(ValueError, match=r"optimiser of the parameters that it is given.*copy of the network"):
-        pruned(network, make_optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
-    with pytest.raises(TypeError, match=r"got a OptimizedModule around it; give network\._orig_mod"):
-        pruned(torch.compile(Mlp()))
-    with pytest.raises(TypeError, match=r"got a DataParallel around it; give network\.module"):
-        pruned(nn.DataParallel(Mlp()))
-    with pytest.raises(ValueError, match="empty parameter list"):
-        pruned(Mlp().requires_grad_(False))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0.compaction.storage import hold
-from pyro_l0.pruning.run import named
 from tests.pruning.networks import StoppedError, prune_with, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -68,51 +66,6 @@ def test_the_state_is_one_dict(tmp_path, epoch):
     run_s = {"step", "epoch", "tuned", "findings", "history", "cuts", "latency"}
     assert state.keys() == run_s | phase | (control if epoch == 2 else set())
     assert state["step"] == 3 * state["epoch"] == 3 * (epoch - 1)
-
-
-def weigh(outputs, targets, weight):
-    return weight * F.mse_loss(outputs, targets)
-
-
-def weighted(weight):
-    """A loss with a number."""
-    return partial(weigh, weight=weight)
-
-
-def sgd(rate):
-    """A factory of optimisers."""
-    return lambda parameters: torch.optim.SGD(parameters, rate)
-
-
-def test_another_loss_or_learning_rate_is_refused(tmp_path):
-    """By name; it was passed over without a word."""
-    path = tmp_path / "run.pt"
-    with pytest.raises(StoppedError):
-        run(path, stop=2, loss=weighted(2.0), make_optimiser=sgd(0.01))
-    for loss in (weighted(3.0), F.mse_loss, nn.MSELoss()):
-        with pytest.raises(ValueError, match="differs in loss;"):
-            run(path, resume=True, loss=loss, make_optimiser=sgd(0.01))
-    with pytest.raises(ValueError, match="differs in optimiser's numbers;"):
-        run(path, resume=True, loss=weighted(2.0), make_optimiser=sgd(0.02))
-    run(path, resume=True, loss=weighted(2.0), make_optimiser=sgd(0.01))
-
-
-def test_losses_have_texts_that_tell_them_apart():
-    """And equal ones have equal texts, so that a run goes on in another process."""
-    makers = [
-        lambda: F.mse_loss,
-        lambda: lambda a, b: F.l1_loss(a, b),
-        lambda: nn.CrossEntropyLoss(),
-        lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
-        lambda: nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])),
-        lambda: weighted(2.0),
-        lambda: weighted(torch.tensor([1.0])),
-        lambda: weigh,
-        lambda: torch.nn.functional.logsigmoid,
-    ]
-    texts = [named(make()) for make in makers]
-    assert texts == [named(make()) for make in makers]
-    assert len(set(texts)) == len(texts)
 
 
 def test_no_link_is_written_through(tmp_path):
