@@ -134,11 +134,11 @@ def test_seeds():
         assert not np.array_equal(first[group][name], third[group][name])
 
 
+OWN = types.SimpleNamespace(to_arviz=lambda: "its own")
+
+
 def test_what_says_it_itself():
-    own = types.SimpleNamespace(to_arviz=lambda: "its own")
-    assert to_arviz(own) == "its own"
-    with pytest.raises(TypeError, match="Expected a SimpleNamespace alone"):
-        to_arviz(model, own)
+    assert to_arviz(OWN) == "its own"
 
 
 def minibatch(y, **options):
@@ -163,43 +163,32 @@ def other_shape(y):
     pyro.sample("y", dist.Normal(effect.sum(), 1.0), obs=y[0])
 
 
+def of_a_slab(y):
+    pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+
+def guide_of_a_minibatch(y):
+    with pyro.plate("data", 4, subsample_size=2):
+        pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+
+
 @pytest.mark.parametrize(
-    ("program", "options", "message"),
+    ("arguments", "options", "error", "message"),
     [
-        (minibatch, {"subsample_size": 2}, "site 'y' is in plate 'data', which takes 2 of 4"),
-        (minibatch, {"subsample": torch.tensor([1, 3, 0])}, "which takes 3 of 4"),
-        (scaled, {}, "site 'y' has a scale of 0.5"),
-        (one_more, {}, r"\['more'\] are missing"),
-        (
-            lambda y: pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=y),
-            {},
-            r"\['z'\] are not",
-        ),
-        (other_shape, {}, r"site 'z' of shape \(2,\).*but got \(\)"),
-        (model, {"draws": 0}, "draws of at least 1"),
+        ((minibatch, guide, X), {"subsample_size": 2}, ValueError, "site 'y' is in plate 'data', which takes 2 of 4"),
+        ((minibatch, guide, X), {"subsample": torch.tensor([1, 3, 0])}, ValueError, "which takes 3 of 4"),
+        ((scaled, guide, X), {}, ValueError, "site 'y' has a scale of 0.5"),
+        ((one_more, guide, X), {}, ValueError, r"\['more'\] are missing"),
+        ((of_a_slab, guide, X), {}, ValueError, r"\['z'\] are not"),
+        ((other_shape, guide, X), {}, ValueError, r"site 'z' of shape \(2,\).*but got \(\)"),
+        ((model, guide, X), {"draws": 0}, ValueError, "draws of at least 1"),
+        ((None, guide_of_a_minibatch, X), {}, ValueError, "site 'z' is in plate 'data', which takes 2 of 4"),
+        ((guide, minibatch, X), {}, ValueError, "got a model with data at site 'y'; give the model first"),
+        ((guide,), {"slab": {"w": "z"}}, ValueError, "Expected the model with slab"),
+        (([1.0],), {}, TypeError, "but got list.*give its guide"),
+        ((model, OWN), {}, TypeError, "Expected a SimpleNamespace alone"),
     ],
 )
-def test_models_that_are_refused(program, options, message):
-    with pytest.raises(ValueError, match=message):
-        to_arviz(program, guide, X, **{"draws": 3, **options})
-
-
-def test_guides_of_minibatches_are_refused():
-    def part(y):
-        with pyro.plate("data", 4, subsample_size=2):
-            pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
-
-    with pytest.raises(ValueError, match="site 'z' is in plate 'data', which takes 2 of 4"):
-        to_arviz(None, part, X, draws=3)
-
-
-def test_the_model_comes_first():
-    with pytest.raises(ValueError, match="got a model with data at site 'y'; give the model first"):
-        to_arviz(guide, minibatch, X)
-
-
-def test_what_is_no_posterior():
-    with pytest.raises(TypeError, match=r"but got list.*give its guide"):
-        to_arviz([1.0])
-    with pytest.raises(ValueError, match="Expected the model with slab"):
-        to_arviz(guide, slab={"w": "z"})
+def test_refusals(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        to_arviz(*arguments, **{"draws": 3, **options})

@@ -171,33 +171,6 @@ def test_a_gate_and_another_kind_are_refused(family, stranger):
         kl_divergence(stranger, gate)
 
 
-def test_a_wrapped_gate_is_never_sampled_silently():
-    """A wrapper on one side only: the right number or a TypeError, never NotImplementedError."""
-    q, p = HardConcrete(torch.zeros(2)), HardConcrete(torch.ones(2))
-    for a, b in (
-        (q.to_event(1), p),
-        (q, p.to_event(1)),
-        (q.mask(torch.tensor([True, False])), p),
-        (q, p.mask(torch.tensor([True, False]))),
-    ):
-        with pytest.raises(TypeError, match="HardConcrete"):
-            kl_divergence(a, b)
-
-
-class OneAtom(RectifiedNormal):
-    """A gate that claims an atom at 0 only."""
-
-    atoms = (0.0,)
-
-
-def test_gates_with_other_atoms_are_refused():
-    """Without the same atoms the KL is infinite or means nothing; the message shows both sets."""
-    one, two = OneAtom(0.5, 0.5), HardConcrete(0.0)
-    for q, p in ((one, two), (two, one)):
-        with pytest.raises(TypeError, match=r"atoms.*\(0\.0,"):
-            kl_divergence(q, p)
-
-
 # --- digits that were once lost -------------------------------------------------------------------
 
 
