@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
 from pyro_l0.nn import L0Gate, NetworkGates
-from pyro_l0.pruning import Training
 from pyro_l0.pruning.insertion_points import _with_gates
+from tests.networks import Net
 from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -81,33 +81,6 @@ def test_a_few_lines_prune_a_network(kind, target):
     assert list(pyro.get_param_store().keys()) == ["mine"]
 
 
-@pytest.mark.slow
-def test_a_pretrained_network_keeps_what_it_knows():
-    """At half of the multiply-adds, in few steps, most digits are recognised still; by chance nine of ten are not."""
-    network, (x, y) = Mlp(), digits(1600)
-    loader = digit_batches(1280)
-    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
-    for _ in range(15):
-        for images, classes in loader:
-            optimiser.zero_grad()
-            F.cross_entropy(network(images), classes).backward()
-            optimiser.step()
-
-    def error(net):
-        assert not net.training
-        assert not torch.is_grad_enabled()
-        return float((net(x[1280:]).argmax(1) != y[1280:]).float().mean())
-
-    result = prune(network, F.cross_entropy, loader, x[:2], 0.5, epochs=20, training=Training(evaluate=error))
-    network.eval()
-    with torch.no_grad():
-        dense = error(network)
-        assert result.report.dense == dense
-        assert result.report.end == error(result.network)
-    assert max(dense, result.report.end) < 0.45  # half of that, and several times of what is seen
-    assert "as given" in str(result.report)
-
-
 @pytest.mark.slow  # a layer of torch is replaced
 def test_torch_s_own_transformer():
     """Heads of nn.MultiheadAttention leave; its substitute, which can hold fewer, goes into a file, too."""
@@ -137,17 +110,13 @@ def test_a_gate_given_at_several_paths_is_one():
     x = torch.randn(64, 6)
     loader = [(x[i : i + 16], x[i : i + 16, :2]) for i in range(0, 64, 16)]
 
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+    def residual(net, x):
+        x = net.first(x)
+        return net.last(x + net.inner(x).relu())
 
-        def forward(self, x):
-            x = self.first(x)
-            return self.last(x + self.inner(x).relu())
-
+    network = Net(residual, first=nn.Linear(6, 8), inner=nn.Linear(8, 8), last=nn.Linear(8, 2))
     gates = dict.fromkeys(("first", "inner"), L0Gate(8))
-    result = prune(Residual(), F.mse_loss, loader, x[:2], 0.4, epochs=20, gates=gates)
+    result = prune(network, F.mse_loss, loader, x[:2], 0.4, epochs=20, gates=gates)
     assert len(result.report.target.open) == 1
     assert result.network.first.out_features == result.network.inner.in_features == result.network.last.in_features < 8
 

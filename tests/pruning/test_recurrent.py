@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
+from tests.pruning.networks import train
 
 
 def sequences(number, seed, length=16):
@@ -63,14 +64,8 @@ def test_a_small_one_in_few_steps(kind):
 def test_three_tenths_of_the_multiply_adds(kind):
     """Exact, a plain layer, and far from chance as the trained one that it was, on longer sequences too."""
     torch.manual_seed(0)
-    network = Classifier(kind, 48, batch_first=True)
-    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
     data, test, longer = batches(4000, 100), sequences(2000, 1), sequences(2000, 2, 24)
-    for _ in range(15):
-        for x, classes in data:
-            optimiser.zero_grad()
-            F.cross_entropy(network.train()(x), classes).backward()
-            optimiser.step()
+    network = train(Classifier(kind, 48, batch_first=True), data, 15)
     result = prune(network, F.cross_entropy, data, test[0][:2], 0.3, epochs=15)
     left, full = result.report.left["macs"]
     assert left <= 0.3 * full

@@ -13,14 +13,11 @@ from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.nn import L0Gate
 from pyro_l0.pruning.result import notes_on
 from tests.networks import Net
-from tests.pruning.networks import BATCHES, Mlp, X, Y, prune_with
+from tests.pruning.networks import BATCHES, Mlp, X, Y, prune_with, train
 
 
 def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], budget=0.4, epochs=3, **options):
     return prune_with(Mlp() if network is None else network, loss, data, example, budget, epochs=epochs, **options)
-
-
-few_steps = pytest.mark.filterwarnings("ignore:24 steps are few")
 
 
 class Stream(IterableDataset):
@@ -28,14 +25,6 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(BATCHES)
-
-
-class Literal(Mlp):
-    """The size of the first layer is written into the code; the second one may shrink."""
-
-    def forward(self, images):
-        h = F.relu(self.first(images.flatten(1))).reshape(-1, 4, 8)
-        return self.last(F.relu(self.second(h.reshape(-1, 32))))
 
 
 REFUSED = {
@@ -170,29 +159,15 @@ def test_weights_that_are_not_finite():
         pruned(make_optimiser=lambda parameters: Spoiling(parameters, 0.01))
 
 
-def trained(network, steps=150):
-    """A network that has learned the digits somewhat."""
-    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        F.cross_entropy(network(X), Y).backward()
-        optimiser.step()
-    return network
-
-
-def error(network):
-    return float((network(X).argmax(1) != Y).float().mean())
-
-
 def test_few_steps_are_reported():
     with pytest.warns(UserWarning, match="24 steps are few.*300") as caught:
-        result = prune(trained(Mlp()), F.cross_entropy, BATCHES, X[:2], epochs=3)
+        result = prune(train(Mlp(), [(X, Y)], 150), F.cross_entropy, BATCHES, X[:2], epochs=3)
     assert {str(warning.message) for warning in caught} <= set(result.report.notes)
     assert caught[0].filename == __file__
     assert "24 steps are few" in str(result.report)
 
 
-@few_steps
+@pytest.mark.filterwarnings("ignore:24 steps are few")
 def test_a_network_that_looks_untrained():
     """Unless it is said to be; a trained one does not look so."""
     with pytest.warns(UserWarning, match="looks untrained.*pretrained=False"):
@@ -201,7 +176,7 @@ def test_a_network_that_looks_untrained():
     assert not any("untrained" in note for note in result.report.notes)
     assert result.report.skipped["last"] == "it makes the network's output"
     assert not result.plan.gates.keys() & result.report.skipped.keys()
-    assert not any("untrained" in note for note in pruned(trained(Mlp())).report.notes)
+    assert not any("untrained" in note for note in pruned(train(Mlp(), [(X, Y)], 150)).report.notes)
 
 
 def test_several_targets():
