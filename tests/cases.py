@@ -32,9 +32,15 @@ from tests.reference import (
     RectifiedNormalReference,
 )
 
-__all__ = ["ATOMIC", "FAMILIES", "GATES", "Case", "Family", "build", "columns", "double", "first_by_default", "stack"]
+__all__ = [
+    *("ATOMIC", "FAMILIES", "GATES", "SMOOTH", "STATISTICS"),
+    *("Case", "Family", "build", "columns", "double", "first_by_default", "stack"),
+]
 
 Parameters = dict[str, float]
+# What a gate computes of itself: with derivatives everywhere, and in all.
+SMOOTH = ("mean", "variance", "log_prob_zero", "log_prob_one", "log_interior_prob", "log_active_prob", "active_prob")
+STATISTICS = (*SMOOTH, "median", "test_gate")
 
 
 @dataclass(frozen=True)

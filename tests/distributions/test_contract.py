@@ -14,20 +14,7 @@ import torch
 from torch.distributions import constraints, kl_divergence
 
 from pyro_l0.distributions.gate import GateDistribution
-from tests.cases import build, columns, stack
-
-STATISTICS = (
-    "mean",
-    "variance",
-    "median",
-    "log_prob_zero",
-    "log_prob_one",
-    "log_interior_prob",
-    "log_active_prob",
-    "active_prob",
-    "test_gate",
-)
-
+from tests.cases import STATISTICS, build, columns, stack
 
 interior = pytest.mark.interior  # a promise about densities and pathwise draws
 

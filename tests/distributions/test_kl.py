@@ -42,9 +42,9 @@ def test_values_against_the_slow_twins(pair, some):
 # --- nearly equal, equal, extreme ---------------------------------------------------------------
 
 
-def test_equal_gates(family_case):
+def test_equal_gates(case):
     """The KL of a gate and itself is 0 with gradient 0, by the closed form and by quadrature."""
-    family, parameters = family_case
+    family, parameters = case.family, case.parameters
     for shared in (True, False):
         q = {k: double(v, requires_grad=True) for k, v in parameters.items()}
         p = q if shared else {k: double(v, requires_grad=True) for k, v in parameters.items()}
@@ -54,15 +54,6 @@ def test_equal_gates(family_case):
         leaves = [*q.values()] if shared else [*q.values(), *p.values()]
         for gradient in torch.autograd.grad(value, leaves, allow_unused=True):
             assert gradient is None or abs(gradient.item()) < 1e-12
-
-
-@pytest.fixture(
-    params=[(family, p) for family in FAMILIES for p in family.parameters],
-    ids=lambda case: f"{case[0].gate.__name__}-{case[0].parameters.index(case[1])}",
-)
-def family_case(request):
-    """A family and one of its parameter sets."""
-    return request.param
 
 
 @pytest.mark.parametrize("parameters", [(0.5, 0.5), (-0.3, 0.4), (1.2, 0.6), (0.4, 0.15)])
