@@ -19,7 +19,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.square_norms import square_norms
-from tests.diagnostics.networks import Residual, ResidualCNN, cnn, mlp, transformer
+from tests.diagnostics.networks import cnn, mlp, residual_cnn, residual_network, transformer
 
 GATE_RATE = 0.05
 Batch = tuple[Tensor, Tensor]
@@ -314,7 +314,7 @@ HEALTHY: dict[str, Callable[[], Run]] = {
     "CNN": lambda: train(cnn(), digits((1, 8, 8)), lam=0.2, steps=300),
     "CNN, cosine, dropout": lambda: _scheduled(_quick(cnn(0.2), digits((1, 8, 8)), lam=0.2, gate_rate=0.2)),
     "CNN, pretrained": lambda: pretrained(cnn(), digits((1, 8, 8)), lam=0.2, steps=300, start=0.98, gate_rate=0.1),
-    "residual network": lambda: _quick(Residual(), digits(), gate_rate=0.2),
+    "residual network": lambda: _quick(residual_network(), digits(), gate_rate=0.2),
     "transformer": lambda: _quick(transformer(), digits((8, 8)), lam=0.05, gate_rate=0.2),
     "spike and slab, hard concrete": lambda: _slabs(HardConcrete.from_active_prob(0.2)),
     "spike and slab, Bernoulli": lambda: _slabs(_RARE, estimator="leave_one_out", num_particles=4),
@@ -324,14 +324,14 @@ HEALTHY: dict[str, Callable[[], Run]] = {
     ),
     "logistic regression by SVI": _logistic,
     "gates beside a guide of the other latents": _beside_other_latents,
-    "residual CNN": lambda: _quick(ResidualCNN(), digits((1, 8, 8)), lam=0.3, rate=0.01),
+    "residual CNN": lambda: _quick(residual_cnn(), digits((1, 8, 8)), lam=0.3, rate=0.01),
     "MLP, all data in a batch": lambda: _quick(mlp(), digits(size=1797), steps=200),
     "MLP, NAdam, 4 particles": lambda: _quick(mlp(), digits(), make=torch.optim.NAdam, num_particles=4, steps=300),
     "MLP, pretrained, a target of .3": lambda: within(0.3, mlp(), digits(), 400, is_pretrained=True),
     "MLP, pretrained, a target of .1": lambda: within(0.1, mlp(), digits(), 300, is_pretrained=True),
     "CNN, pretrained, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 300, is_pretrained=True),
     "CNN from scratch, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 400, is_pretrained=False),
-    "residual CNN, a target of .2": lambda: within(0.2, ResidualCNN(), digits((1, 8, 8)), 300, is_pretrained=True),
+    "residual CNN, a target of .2": lambda: within(0.2, residual_cnn(), digits((1, 8, 8)), 300, is_pretrained=True),
     "transformer, a target of .3": lambda: within(0.3, transformer(), digits((8, 8)), 400, is_pretrained=True),
 }
 

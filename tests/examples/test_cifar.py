@@ -18,7 +18,7 @@ from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.distributions import PowerLawGate
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
-from tests.examples.killing import without_seconds
+from tests.examples.killing import stopped_and_resumed, without_seconds
 
 
 def write_small_cifar(path):
@@ -68,19 +68,11 @@ def test_training_and_resuming(folder, shrink, monkeypatch):
     if shrink:  # a price at which some maps close at once, and leave after three epochs
         options |= {"epochs": 5, "lam": 0.3, "gate_learning_rate": 30.0, "shrink": True}
     straight = without_seconds(cifar_wrn.main(Options(**options, out=folder / "straight")))
-    train_epoch = cifar_wrn.CifarRun.train_epoch
-
-    def stopping(run):
-        if len(run.history) == options["epochs"] - 1:
-            assert bool(run.plans) == shrink
-            raise KeyboardInterrupt
-        return train_epoch(run)
-
-    monkeypatch.setattr(cifar_wrn.CifarRun, "train_epoch", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        cifar_wrn.main(Options(**options, out=folder / "resumed"))
-    monkeypatch.undo()
-    assert without_seconds(cifar_wrn.main(Options(**options, out=folder / "resumed", resume=True))) == straight
+    last = options.pop("epochs") - 1
+    is_time = lambda run: len(run.history) == last and bool(run.plans) == shrink  # noqa: E731
+    options = Options(**options, epochs=last + 1, out=folder / "resumed")
+    resumed = stopped_and_resumed(cifar_wrn.main, options, cifar_wrn.CifarRun, is_time, monkeypatch)
+    assert without_seconds(resumed) == straight
     written = {path.name for path in (folder / "straight").iterdir()}
     assert {"metrics.json", "training.png", "checkpoint.pt", "pruned.safetensors"} <= written
     assert json.loads((folder / "straight" / "metrics.json").read_text())["certificate"] < 1e-4

@@ -1,4 +1,4 @@
-"""The main example: what it writes, what it refuses, and that a killed run ends like an uninterrupted one."""
+"""The main example: what it writes, what it refuses, and that a stopped run ends like an uninterrupted one."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from common.networks import mlp
 from mnist import Options
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn.gate import name_gates
-from tests.examples.killing import run_and_kill, without_seconds
+from tests.examples.killing import stopped_and_resumed, without_seconds
 
 KEYS = {
     "test_error_percent",
@@ -67,16 +67,6 @@ def test_multiply_adds_under_dropout():
     """Figure 3's line: each weight is used with the product of the rates of both its units."""
     run = mnist.Run(load_digits(), Options(lam=(0.05,)))
     assert run.dropout_macs() == pytest.approx(64 * 300 * 0.4 + 300 * 100 * 0.25 + 100 * 10 * 0.5)
-
-
-@pytest.mark.slow
-def test_kill_and_resume(tmp_path):
-    """Kill -9 during epoch 3 of 6, resume, same metrics to the last bit."""
-    killed = tmp_path / "killed"
-    run_and_kill("import mnist; mnist.main(mnist.Options(epochs=6, out=out))", killed, after=2)
-    resumed = mnist.main(Options(epochs=6, out=killed, resume=True))
-    straight = mnist.main(Options(epochs=6, out=tmp_path / "straight"))
-    assert without_seconds(resumed) == without_seconds(straight)
 
 
 @pytest.mark.slow
@@ -164,18 +154,8 @@ def test_stop_and_resume_with_a_target(done, tmp_path, monkeypatch):
     """While the gates still wait, and while the budget falls and units leave: the same metrics to the last bit."""
     options = Options(epochs=7, target=0.2, shrink=True, retrain=0, out=tmp_path)
     straight = mnist.main(dataclasses.replace(options, out=tmp_path / "straight"))
-    train_epoch = mnist.Run.train_epoch
-
-    def stopping(run):
-        if run.steps == done * run.batches:
-            raise KeyboardInterrupt
-        return train_epoch(run)
-
-    monkeypatch.setattr(mnist.Run, "train_epoch", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        mnist.main(options)
-    monkeypatch.undo()
-    resumed = mnist.main(dataclasses.replace(options, resume=True))
+    is_time = lambda run: run.steps == done * run.batches  # noqa: E731
+    resumed = stopped_and_resumed(mnist.main, options, mnist.Run, is_time, monkeypatch)
     assert without_seconds(resumed) == without_seconds(straight)
     assert len(straight["history"]) == 7
 
