@@ -223,24 +223,9 @@ FAMILIES = (
     Family(RectifiedNormal, RectifiedNormalReference, RN, RN_EXTREMES, random_rn),
     Family(HardKumaraswamy, HardKumaraswamyReference, HK, HK_EXTREMES, random_hk),
     Family(ExponentialGate, ExponentialReference, EXP, EXP_EXTREMES, random_mixture),
-    Family(
-        ExponentialUniformGate,
-        ExponentialUniformReference,
-        EXP_UNI,
-        EXP_UNI_EXTREMES,
-        random_mixture_with_uniform,
-    ),
+    Family(ExponentialUniformGate, ExponentialUniformReference, EXP_UNI, EXP_UNI_EXTREMES, random_mixture_with_uniform),
     Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture),
 )
 # Atoms alone: what the contract says of densities and pathwise draws does not concern them.
-ATOMIC = (
-    Family(
-        BernoulliGate,
-        BernoulliReference,
-        BERNOULLI,
-        BERNOULLI_EXTREMES,
-        random_bernoulli,
-        interior=False,
-    ),
-)
+ATOMIC = (Family(BernoulliGate, BernoulliReference, BERNOULLI, BERNOULLI_EXTREMES, random_bernoulli, interior=False),)
 GATES = tuple(Case(family, parameters) for family in FAMILIES for parameters in family.parameters)

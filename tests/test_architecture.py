@@ -24,12 +24,7 @@ MAY_IMPORT = {
     "callbacks": {"infer", "nn", "compaction", "training"},
 }
 # Folders of infer, and which of its other folders they may import.
-INFER_MAY_IMPORT = {
-    "elbo": {"guides"},
-    "guides": set(),
-    "control": {"guides"},
-    "posterior": {"elbo", "guides"},
-}
+INFER_MAY_IMPORT = {"elbo": {"guides"}, "guides": set(), "control": {"guides"}, "posterior": {"elbo", "guides"}}
 # Extras, and what takes seconds to import, which are imported where they are used; and the one call against the
 # direction: nn tries the gates that it suggests.
 OPTIONAL = {

@@ -140,9 +140,7 @@ FAULTS: dict[str, Fault] = {
     "rate of 1e-3": Fault(lambda: train(mlp(), digits(), gate_rate=1e-3), 0.1, "rate-too-small"),
     "SGD with small gradients": Fault(_small_gradients, 0.1, "rate-too-small"),
     "AdamW, decay of 0.1": Fault(
-        lambda: train(mlp(), digits(), make=partial(torch.optim.AdamW, weight_decay=0.1)),
-        0.1,
-        "weight-decay-on-gates",
+        lambda: train(mlp(), digits(), make=partial(torch.optim.AdamW, weight_decay=0.1)), 0.1, "weight-decay-on-gates"
     ),
     "Adam, decay on the mean loss": Fault(_decayed, 0.1, "weight-decay-on-gates"),
     "bfloat16 gates": Fault(lambda: _halved(torch.bfloat16, 2e-3), 0.002, "step-below-rounding"),

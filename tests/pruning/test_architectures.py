@@ -163,10 +163,7 @@ class Graph(nn.Module):
 
 @pytest.mark.parametrize(
     "layers",
-    [
-        lambda: (GraphAttention(16, 8, 4), GraphAttention(32, 3, 1)),
-        lambda: (Convolution(16, 16), Convolution(16, 3)),
-    ],
+    [lambda: (GraphAttention(16, 8, 4), GraphAttention(32, 3, 1)), lambda: (Convolution(16, 16), Convolution(16, 3))],
 )
 def test_graphs_are_pruned_and_keep_their_classes(layers):
     """By gates that reach the budget together, behind units that leave only together too."""

@@ -209,12 +209,7 @@ def test_units_that_take_much_and_minima():
         open={"first.1": (3, 32)},
     )
     notes = notes_on(reached, 0.07, 400, False, (0.02, 0.5), {"stem": "its size is written into code"})
-    expected = {
-        "largest unit takes 7.0%": False,
-        "first.1": False,
-        "was 0.02 and is 0.5": True,
-        "'stem'": True,
-    }
+    expected = {"largest unit takes 7.0%": False, "first.1": False, "was 0.02 and is 0.5": True, "'stem'": True}
     for words, is_warning in expected.items():
         assert [note.is_warning for note in notes if words in note.text] == [is_warning]
     healthy = notes_on(reached, 0.01, 400, False, (-0.98, -0.97), {})
