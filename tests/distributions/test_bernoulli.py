@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, TraceEnum_ELBO
+from pyro.infer import TraceEnum_ELBO
 from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import BernoulliGate, HardConcrete, PowerLawGate, RectifiedNormal
@@ -43,11 +43,6 @@ def test_enumeration(gate):
     q = torch.sigmoid(torch.tensor(0.4))
     kl = kl_divergence(BernoulliGate(logits=torch.tensor(0.4)), BernoulliGate(logits=torch.tensor(0.0)))
     assert loss == pytest.approx((kl - 3 * q).item(), rel=1e-6)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceEnum_ELBO(max_plate_nesting=0))
-    for _ in range(300):
-        svi.step()
-    assert pyro.param("logits").item() == pytest.approx(3.0, abs=1e-2)  # the posterior's log odds
-    pyro.clear_param_store()
 
 
 def test_kl():

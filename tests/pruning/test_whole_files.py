@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0.compaction.storage import hold
-from tests.pruning.networks import StoppedError, prune_with, same, stopping
+from tests.pruning.networks import StoppedError, prune_with, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 
@@ -23,35 +23,6 @@ def run(path, stop=None, resume=False, loss=F.mse_loss, **options):
     network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     settings = {"epochs": 6, "finetune": 0.34, "pretrained": False, "callbacks": [stopping(stop)], **options}
     return prune_with(network, loss, loader, x[:2], 0.5, checkpoint=path, resume=resume, **settings)
-
-
-@pytest.fixture
-def stopped(tmp_path):
-    """The file of a run that was stopped while it trained what was cut."""
-    path = tmp_path / "run.pt"
-    with pytest.raises(StoppedError):
-        run(path, stop=6)
-    return path
-
-
-def flip_in_weights(path):
-    """Flip a bit of a weight, which torch reads without a word."""
-    content = path.read_bytes()
-    weight = torch.load(path, weights_only=True)["state"]["network"]["0.weight"].numpy().tobytes()
-    position = content.index(weight) + 3
-    path.write_bytes(content[:position] + bytes([content[position] ^ 0x40]) + content[position + 1 :])
-
-
-def test_the_file_before_it_is_offered(stopped):
-    """And goes on to the same network, where it is put into the place of the damaged one."""
-    whole = run(None)
-    previous = stopped.with_name("run.pt.previous")
-    flip_in_weights(stopped)
-    with pytest.raises(ValueError, match=rf"rename '{previous}', the one before it, .*SHA-256 is another") as refusal:
-        run(stopped, resume=True)
-    assert str(refusal.value).startswith(f"Expected the whole checkpoint of a run at '{stopped}'")
-    previous.replace(stopped)
-    assert same(run(stopped, resume=True).network, whole.network)
 
 
 @pytest.mark.parametrize("epoch", [2, 6])
