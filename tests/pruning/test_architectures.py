@@ -16,7 +16,7 @@ from pyro_l0 import prune
 from pyro_l0.nn import L0Gate, NetworkGates
 from pyro_l0.pruning.insertion_points import _with_gates
 from tests.networks import Net
-from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits
+from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 
@@ -26,15 +26,6 @@ def multiply_adds(network, *args, **kwargs):
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         network(*args, **kwargs)
     return counter.get_total_flops() / 2
-
-
-def check_untouched(network, before, mode):
-    """The network that was given has its tensors, its modes and its name."""
-    state = network.state_dict()
-    assert list(state) == list(before)
-    assert all(torch.equal(state[name], before[name]) for name in state)
-    assert [module.training for module in network.modules()] == mode
-    assert all(p.grad is None and p.device.type == "cpu" for p in network.parameters())
 
 
 def check_saved(network, *args, **kwargs):
@@ -60,7 +51,7 @@ def test_a_few_lines_prune_a_network(kind, target):
     """
     network = kind()
     network.train(target < 0.5)
-    before, mode = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
+    given, mode = copy.deepcopy(network), [module.training for module in network.modules()]
     pyro.param("mine", torch.ones(2))
     x, _ = digits()
     result = prune(network, F.cross_entropy, digit_batches(), x[:2], target, epochs=3)
@@ -68,7 +59,9 @@ def test_a_few_lines_prune_a_network(kind, target):
     assert type(result.network) is kind
     assert list(result.network.state_dict()) == list(network.state_dict())
     assert not any(module.training for module in result.network.modules())
-    check_untouched(network, before, mode)
+    assert same(network, given)
+    assert [module.training for module in network.modules()] == mode
+    assert all(p.grad is None and p.device.type == "cpu" for p in network.parameters())
     full, left = multiply_adds(network.eval(), x[:1]), multiply_adds(result.network, x[:1])
     assert left <= target * full
     assert result.report.left["macs"] == (left, full)
@@ -150,17 +143,6 @@ class GraphAttention(Convolution):
         return mixed.flatten(1) + self.bias
 
 
-class Graph(nn.Module):
-    """Two convolutions."""
-
-    def __init__(self, first, second):
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x, edges):
-        return self.second(F.elu(self.first(x, edges)), edges)
-
-
 @pytest.mark.parametrize(
     "layers",
     [lambda: (GraphAttention(16, 8, 4), GraphAttention(32, 3, 1)), lambda: (Convolution(16, 16), Convolution(16, 3))],
@@ -169,7 +151,9 @@ def test_graphs_are_pruned_and_keep_their_classes(layers):
     """By gates that reach the budget together, behind units that leave only together too."""
     torch.manual_seed(0)
     x, y = torch.randn(12, 16), torch.randint(3, (12,))
-    result = prune(Graph(*layers()), F.cross_entropy, [(x, EDGES, y)] * 20, (x, EDGES), 0.4, epochs=3)
+    first, second = layers()
+    network = Net(lambda net, x, edges: net.second(F.elu(net.first(x, edges)), edges), first=first, second=second)
+    result = prune(network, F.cross_entropy, [(x, EDGES, y)] * 20, (x, EDGES), 0.4, epochs=3)
     left, full = result.report.left["macs"]
     assert left <= 0.4 * full
     assert result.network(x, EDGES).shape == (12, 3)
