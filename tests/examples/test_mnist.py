@@ -30,6 +30,13 @@ KEYS = {
 }
 
 
+def saved(folder):
+    """The network in a run's folder."""
+    plain = mlp((64, 300, 100, 10))
+    name_gates(plain, prefix="net.")
+    return load_compacted(plain, folder / "pruned").network
+
+
 @pytest.mark.parametrize("objective", ["l0", "free_energy", "spike_slab"])
 def test_every_objective_writes_its_files(objective, tmp_path, capsys):
     """Two epochs on the digits."""
@@ -101,10 +108,8 @@ def test_retraining_the_compacted_network(tmp_path):
     outputs = []
     for noise in (0.0, 0.1):
         metrics = mnist.main(Options(epochs=3, retrain=2, retrain_noise=noise, out=tmp_path, shrink=True))
-        plain = mlp((64, 300, 100, 10))
-        name_gates(plain, prefix="net.")
         with torch.no_grad():
-            outputs.append(load_compacted(plain, tmp_path / "pruned").network(images.test_x))
+            outputs.append(saved(tmp_path)(images.test_x))
         error = 100 * float((outputs[-1].argmax(-1) != images.test_y).float().mean())
         assert metrics["retrained_error_percent"] == pytest.approx(error)
     assert not torch.allclose(*outputs)
@@ -127,10 +132,7 @@ def test_a_target_is_met_with_nothing_else_to_choose(target_of, shrink, tmp_path
     assert metrics["target"]["undecided"] <= 0.05
     plans = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["state"]["shrinker"]
     assert (plans is not None and len(plans["plans"]) > 0) == shrink
-    plain = mlp((64, 300, 100, 10))
-    name_gates(plain, prefix="net.")
-    network = load_compacted(plain, tmp_path / "pruned").network
-    assert sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear)) == weights
+    assert sum(layer.weight.numel() for layer in saved(tmp_path).modules() if isinstance(layer, nn.Linear)) == weights
     # Only in the last epochs is the network within the budget.
     assert metrics["history"][0]["architecture"] == [64, 300, 100]
     met = [entry["test_error_percent"] for entry in metrics["history"] if entry[f"{target_of}_left"] <= 0.15 * full]
