@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.nn import L0Gate
-from pyro_l0.nn.engine import record
 from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
-from pyro_l0.pruning.insertion_points import put_gates
 from pyro_l0.pruning.phases import BatchLoss, Phase
 from tests.networks import Net
 from tests.pruning.networks import Mlp, X, Y, prune_with, same, train
@@ -167,36 +165,17 @@ def test_a_network_that_has_gates(gate):
     assert not network._forward_hooks
 
 
-class Block(Mlp):
-    """Computes its hidden layers again for the gradient, if asked to."""
-
-    def __init__(self, is_checkpointed):
-        super().__init__(dropout=0.1)
-        self.relu, self.is_checkpointed = nn.ReLU(), is_checkpointed
-
-    def forward(self, images):
-        x = images.flatten(1)
-        return self.last(checkpoint(self.hidden, x, use_reentrant=False) if self.is_checkpointed else self.hidden(x))
-
-    def hidden(self, x):
-        return self.second(self.dropout(self.relu(self.first(x))))
-
-
 def test_a_network_with_checkpointed_blocks():
-    """It has the draws and the gradients of one that keeps its activations, and is pruned as well."""
-    found = []
-    for is_checkpointed in (False, True):
-        torch.manual_seed(0)
-        block = Block(is_checkpointed)
-        network = put_gates(block, record(block, X[:2]), None, lambda *_: True).network
-        network.double().train()
-        outputs = network(X[:40].double())
-        gradients = torch.autograd.grad(F.cross_entropy(outputs, Y[:40]), [*network.parameters()])
-        found.append([outputs.detach(), *gradients])
-    assert len(found[0]) == 1 + 6 + 2  # of weights and of two gates
-    torch.testing.assert_close(*found)
-    assert all(value.abs().max() > 0 for value in found[0])
-    left, full = pruned(Block(True)).report.left["macs"]
+    """It is pruned as any other; tests/nn/test_recompute.py has its draws and gradients."""
+
+    class Checkpointed(Mlp):
+        def forward(self, images):
+            return self.last(checkpoint(self.hidden, images.flatten(1), use_reentrant=False))
+
+        def hidden(self, x):
+            return self.second(self.dropout(F.relu(self.first(x))))
+
+    left, full = pruned(Checkpointed(dropout=0.1)).report.left["macs"]
     assert left <= 0.4 * full
 
 
