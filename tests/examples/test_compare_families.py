@@ -1,4 +1,4 @@
-"""Families in the main job, the sweep over them, and the laboratory of gradients."""
+"""Families and objectives in the main job, and the comparisons over them."""
 
 import json
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import compare_families
+import compare_objectives
 import mnist
 from common.networks import FAMILIES, KEEP_RATES, init_active_prob
 
@@ -35,3 +36,15 @@ def test_sweep(tmp_path):
     held_out = compare_families.Options(families=("bernoulli",), lams=(0.05,), epochs=1, hold_out=100, out=tmp_path)
     compare_families.main(held_out)
     assert "held-out error" in (tmp_path / "families.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_comparison_runs(tmp_path, capsys):
+    """One epoch each: tables, files, and rates that return to the prior without data."""
+    comparison = compare_objectives.main(compare_objectives.Options(epochs=1, out=tmp_path))
+    assert json.loads((tmp_path / "comparison.json").read_text()) == comparison
+    assert (tmp_path / "comparison.png").stat().st_size > 0
+    assert {entry["name"] for entry in comparison["sweep"]} == {"l0", "free_energy", "spike_slab"}
+    for rate, entry in zip(compare_objectives.RATES, comparison["rates"], strict=True):
+        assert entry["without_data"] == pytest.approx(rate, abs=1e-3)
+    assert "without data" in capsys.readouterr().out

@@ -1,6 +1,8 @@
-"""A run that was killed and goes on from its file ends bit for bit as one that was not; other runs are refused."""
+"""Killed runs that go on bit for bit, and their file: whole at every moment, held by one process, of this run alone."""
 
 import itertools
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from pyro_l0.compaction.storage import hold
 from pyro_l0.nn import L0Gate
 from pyro_l0.pruning.run import named
 from pyro_l0.training.epochs import Stream
@@ -229,3 +232,60 @@ def test_workers_that_persist_give_whole_epochs():
     assert sum(entry["step"] == 30 for entry in result.history) == 1
     assert [entry["epoch"] for entry in result.history] == list(range(1, len(result.history) + 1))
     assert seen[-9:] == [20] * 9
+
+
+@pytest.mark.parametrize("epoch", [2, 6])
+def test_the_state_is_one_dict(tmp_path, epoch):
+    """Of the gates' controller there is nothing any more when they are cut; the steps of both are one number."""
+    path = tmp_path / "run.pt"
+    with pytest.raises(StoppedError):
+        run(path=path, stop=epoch)
+    state = torch.load(path, weights_only=True)["state"]
+    control = {"steps", "locations", "gate_optimiser", "integral", "of_loss", "of_penalty", "coefficients"}
+    phase = {"network", "optimiser", "schedule"}
+    run_s = {"step", "epoch", "tuned", "findings", "history", "cuts", "latency"}
+    assert state.keys() == run_s | phase | (control if epoch == 2 else set())
+    assert state["step"] == 8 * state["epoch"] == 8 * (epoch - 1)
+
+
+def test_no_link_is_written_through(tmp_path):
+    """Neither one that waits at a name that a saver may use nor one in the file's place."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("run.pt.tmp", "run.pt.previous"):
+        (tmp_path / name).symlink_to(precious)
+    with pytest.raises(StoppedError):
+        run(path=tmp_path / "run.pt", stop=3)
+    assert precious.read_text() == "mine"
+    (tmp_path / "run.pt.lock").unlink()
+    (tmp_path / "run.pt.lock").symlink_to(precious)
+    with pytest.raises(OSError, match=r"run\.pt\.lock"), hold(tmp_path / "run.pt"):
+        pass
+    assert precious.read_text() == "mine"
+
+
+HELD = """
+import pathlib, sys
+from pyro_l0.compaction.storage import hold
+with hold(pathlib.Path(sys.argv[1])):
+    print(flush=True)
+    input()
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_another_run_holds_is_refused(tmp_path):
+    """In another process and in this one; whoever ended holds nothing, whatever it left behind."""
+    path = tmp_path / "run.pt"
+    other = subprocess.Popen([sys.executable, "-c", HELD, path], stdin=-1, stdout=-1)
+    other.stdout.readline()
+    held = r"run\.pt' to be a file that no other run writes, but one holds it"
+    with pytest.raises(ValueError, match=held):
+        run(path=path)
+    other.kill()
+    other.communicate()
+    with hold(path):
+        with pytest.raises(ValueError, match=held):
+            run(path=path)
+        refused = subprocess.run([sys.executable, "-c", HELD, path], check=False, stderr=subprocess.PIPE)
+        assert b"no other run writes" in refused.stderr
