@@ -116,13 +116,10 @@ def train(
     gate_rate: float = GATE_RATE,
     make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     gate_options: Mapping[str, object] | None = None,
-    double: bool = False,
     priced: bool = True,
     **options: object,
 ) -> Run:
     """A network's training by Eq. 22, or by another objective, before its first step."""
-    if double:
-        network.double()
     name_gates(network)
     model = classifier(network, batches)
     guide = AutoGate(model, family, init_active_prob=start)
@@ -154,10 +151,9 @@ def _one_cycle(run: Run) -> Run:
     return run
 
 
-def _mean_loss_sgd() -> Run:
-    batches = digits()
-    run = train(mlp(), batches, steps=600, rate=0.2, gate_rate=20.0, make=partial(torch.optim.SGD, momentum=0.9))
-    run.scale = 1 / sum(len(y) for _, y in batches)
+def on_the_mean_loss(run: Run) -> Run:
+    """Its gradients are those of the mean over the data."""
+    run.scale = 1 / sum(len(y) for _, y in run.batches)
     return run
 
 
@@ -295,9 +291,11 @@ HEALTHY: dict[str, Callable[[], Run]] = {
         mlp(), digits(), make=torch.optim.AdamW, gate_options={"weight_decay": 0.0}, steps=400
     ),
     "MLP, AdamW without groups": lambda: _quick(mlp(), digits(), make=torch.optim.AdamW),
-    "MLP, SGD on the mean loss": _mean_loss_sgd,
+    "MLP, SGD on the mean loss": lambda: on_the_mean_loss(
+        train(mlp(), digits(), steps=600, rate=0.2, gate_rate=20.0, make=partial(torch.optim.SGD, momentum=0.9))
+    ),
     "MLP, accumulated gradients": _accumulated,
-    "MLP in float64": lambda: _quick(mlp(), digits(dtype=torch.float64), double=True),
+    "MLP in float64": lambda: _quick(mlp().double(), digits(dtype=torch.float64)),
     "MLP, 60 steps": lambda: train(mlp(), digits(), steps=60, rate=0.01, gate_rate=0.3),
     "MLP, 1500 steps": lambda: train(mlp(), digits(), steps=1500, gate_rate=0.03),
     "MLP, weight decay of Eq. 17": _with_norms,
