@@ -1,7 +1,6 @@
 """Scripts that mask, prune and compare networks: their tables, pictures and files, in quick runs."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 import compare_families
 import compare_objectives
 import input_masks
-import lora_rank
 import mnist
 import prune_pretrained
 import transformer_heads
@@ -64,31 +62,6 @@ def test_quick_run_of_heads(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert "0 of 24" in lines[1]
-
-
-@pytest.fixture
-def libraries():
-    """Beside peft, transformers, which peft needs."""
-    pytest.importorskip("peft", reason="the example runs where peft is installed (pip install peft transformers)")
-
-
-@pytest.mark.slow
-def test_quick_run_of_ranks(tmp_path, capsys, libraries):
-    """One rank of each layer is left, merging changes nothing, and there is a line of each task and choice."""
-    results = lora_rank.main(lora_rank.Options(steps=20, seeds=(0,), out=tmp_path))
-    for (_, kind), (result,) in results.items():
-        assert sum(result.ranks.values()) == (104 if kind == "all ranks" else 13)
-        assert len(result.ranks) == 13
-        assert result.merging < 1e-3  # of outputs near ten, in float32
-        assert 0 < result.error <= 100
-    assert (tmp_path / "lora_rank.png").stat().st_size > 1000
-    assert len(capsys.readouterr().out.splitlines()) == 10
-
-
-def test_missing_libraries_are_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match="but peft is not installed; run pip install peft transformers"):
-        lora_rank.main(lora_rank.Options(out=tmp_path))
 
 
 def test_pretrained_networks_by_one_command(tmp_path, capsys, monkeypatch):
