@@ -32,9 +32,15 @@ from tests.reference import (
     RectifiedNormalReference,
 )
 
-__all__ = ["ATOMIC", "FAMILIES", "GATES", "Case", "Family", "build", "columns", "double", "first_by_default", "stack"]
+__all__ = [
+    *("ATOMIC", "FAMILIES", "GATES", "SMOOTH", "STATISTICS"),
+    *("Case", "Family", "build", "columns", "double", "first_by_default", "stack"),
+]
 
 Parameters = dict[str, float]
+# What a gate computes of itself: with derivatives everywhere, and in all.
+SMOOTH = ("mean", "variance", "log_prob_zero", "log_prob_one", "log_interior_prob", "log_active_prob", "active_prob")
+STATISTICS = (*SMOOTH, "median", "test_gate")
 
 
 @dataclass(frozen=True)
@@ -217,24 +223,9 @@ FAMILIES = (
     Family(RectifiedNormal, RectifiedNormalReference, RN, RN_EXTREMES, random_rn),
     Family(HardKumaraswamy, HardKumaraswamyReference, HK, HK_EXTREMES, random_hk),
     Family(ExponentialGate, ExponentialReference, EXP, EXP_EXTREMES, random_mixture),
-    Family(
-        ExponentialUniformGate,
-        ExponentialUniformReference,
-        EXP_UNI,
-        EXP_UNI_EXTREMES,
-        random_mixture_with_uniform,
-    ),
+    Family(ExponentialUniformGate, ExponentialUniformReference, EXP_UNI, EXP_UNI_EXTREMES, random_mixture_with_uniform),
     Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture),
 )
 # Atoms alone: what the contract says of densities and pathwise draws does not concern them.
-ATOMIC = (
-    Family(
-        BernoulliGate,
-        BernoulliReference,
-        BERNOULLI,
-        BERNOULLI_EXTREMES,
-        random_bernoulli,
-        interior=False,
-    ),
-)
+ATOMIC = (Family(BernoulliGate, BernoulliReference, BERNOULLI, BERNOULLI_EXTREMES, random_bernoulli, interior=False),)
 GATES = tuple(Case(family, parameters) for family in FAMILIES for parameters in family.parameters)

@@ -9,14 +9,8 @@ and one integral over (0, 1). To add a family, write those four methods and ``br
 import mpmath
 
 __all__ = [
-    "BernoulliReference",
-    "ExponentialReference",
-    "ExponentialUniformReference",
-    "HardConcreteReference",
-    "HardKumaraswamyReference",
-    "PowerLawReference",
-    "RectifiedNormalReference",
-    "kl",
+    *("BernoulliReference", "ExponentialReference", "ExponentialUniformReference", "HardConcreteReference"),
+    *("HardKumaraswamyReference", "PowerLawReference", "RectifiedNormalReference", "kl"),
 ]
 
 # A context of its own, so that no test changes the precision of another. 60 digits leave 20 for
@@ -53,10 +47,6 @@ class GateReference:
     @property
     def p1(self):
         return self.above(mp.mpf(1))
-
-    @property
-    def p_mid(self):
-        return self.below(mp.mpf(1)) - self.below(mp.mpf(0))
 
     @property
     def active_prob(self):
@@ -100,48 +90,6 @@ class GateReference:
         """Entropy with respect to the two atoms plus Lebesgue measure."""
         inside = integrate(lambda z: self.density(z) * mp.log(self.density(z)), self)
         return -self.p0 * mp.log(self.p0) - self.p1 * mp.log(self.p1) - inside
-
-
-class HardConcreteReference(GateReference):
-    """Binary concrete variable, stretched to (gamma, zeta) and clipped (Louizos eq. 10, 23, 24)."""
-
-    def __init__(self, log_alpha, temperature, gamma=-0.1, zeta=1.1):
-        self.log_alpha = mp.mpf(log_alpha)
-        self.temperature = mp.mpf(temperature)
-        self.gamma = mp.mpf(gamma)
-        self.zeta = mp.mpf(zeta)
-
-    def density(self, z):
-        """Binary concrete density (eq. 23) at the unstretched point, over the width."""
-        alpha, beta = mp.exp(self.log_alpha), self.temperature
-        s = (z - self.gamma) / (self.zeta - self.gamma)
-        top = beta * alpha * s ** (-beta - 1) * (1 - s) ** (-beta - 1)
-        return top / (alpha * s**-beta + (1 - s) ** -beta) ** 2 / (self.zeta - self.gamma)
-
-    def _log_odds(self, z):
-        """Log odds of the cdf (eq. 24)."""
-        odds = (z - self.gamma) / (self.zeta - z)
-        return self.temperature * mp.log(odds) - self.log_alpha
-
-    def below(self, z):
-        return 1 / (1 + mp.exp(-self._log_odds(z)))
-
-    def above(self, z):
-        """Sigmoid of minus the log odds."""
-        return 1 / (1 + mp.exp(self._log_odds(z)))
-
-    def quantile(self, u):
-        """Stretched sigmoid of (log alpha + logit u) / temperature (eq. 10)."""
-        odds = mp.exp((mp.log(u) - mp.log(1 - u) + self.log_alpha) / self.temperature)
-        return self.gamma + (self.zeta - self.gamma) * odds / (1 + odds)
-
-    def breakpoints(self):
-        """Even steps on the logit scale, where the density is a smooth bump."""
-        start = mp.log(-self.gamma / self.zeta)
-        stop = mp.log((1 - self.gamma) / (self.zeta - 1))
-        count = int(mp.ceil((stop - start) * max(self.temperature, 1) / 2))
-        logits = [start + (stop - start) * k / count for k in range(1, count)]
-        return [self.gamma + (self.zeta - self.gamma) / (1 + mp.exp(-t)) for t in logits]
 
 
 class RectifiedNormalReference(GateReference):
@@ -216,6 +164,46 @@ class StretchedReference(GateReference):
         return [*fine, *steps, *(1 - x for x in fine)]
 
 
+class HardConcreteReference(StretchedReference):
+    """Binary concrete variable, stretched to (gamma, zeta) and clipped (Louizos eq. 10, 23, 24)."""
+
+    def __init__(self, log_alpha, temperature, gamma=-0.1, zeta=1.1):
+        super().__init__(gamma, zeta)
+        self.log_alpha, self.temperature = mp.mpf(log_alpha), mp.mpf(temperature)
+
+    def density(self, z):
+        """Binary concrete density (eq. 23) at the unstretched point, over the width."""
+        alpha, beta = mp.exp(self.log_alpha), self.temperature
+        s = self._unstretched(z)
+        top = beta * alpha * s ** (-beta - 1) * (1 - s) ** (-beta - 1)
+        return top / (alpha * s**-beta + (1 - s) ** -beta) ** 2 / self.width
+
+    def _log_odds(self, z):
+        """Log odds of the cdf (eq. 24)."""
+        odds = (z - self.gamma) / (self.zeta - z)
+        return self.temperature * mp.log(odds) - self.log_alpha
+
+    def below(self, z):
+        return 1 / (1 + mp.exp(-self._log_odds(z)))
+
+    def above(self, z):
+        """Sigmoid of minus the log odds."""
+        return 1 / (1 + mp.exp(self._log_odds(z)))
+
+    def quantile(self, u):
+        """Stretched sigmoid of (log alpha + logit u) / temperature (eq. 10)."""
+        odds = mp.exp((mp.log(u) - mp.log(1 - u) + self.log_alpha) / self.temperature)
+        return self.gamma + self.width * odds / (1 + odds)
+
+    def breakpoints(self):
+        """Even steps on the logit scale, where the density is a smooth bump."""
+        start = mp.log(-self.gamma / self.zeta)
+        stop = mp.log((1 - self.gamma) / (self.zeta - 1))
+        count = int(mp.ceil((stop - start) * max(self.temperature, 1) / 2))
+        logits = [start + (stop - start) * k / count for k in range(1, count)]
+        return [self.gamma + self.width / (1 + mp.exp(-t)) for t in logits]
+
+
 class HardKumaraswamyReference(StretchedReference):
     """Kumaraswamy variable: P(s > x) = (1 - x^a)^b (Bastings et al.)."""
 
@@ -242,9 +230,9 @@ class HardKumaraswamyReference(StretchedReference):
 class MixtureReference(StretchedReference):
     """Mixture of a component near 0 and its mirror image (the mixture paper's eq. 4-8); a family gives r0 and R0."""
 
-    def __init__(self, logits, gamma, zeta):
+    def __init__(self, logits, beta, gamma=-0.1, zeta=1.1):
         super().__init__(gamma, zeta)
-        self.weight = 1 / (1 + mp.exp(-mp.mpf(logits)))
+        self.weight, self.beta = 1 / (1 + mp.exp(-mp.mpf(logits))), mp.mpf(beta)
 
     def r0(self, s):
         """Density of the component near 0."""
@@ -288,10 +276,6 @@ class MixtureReference(StretchedReference):
 class ExponentialReference(MixtureReference):
     """Truncated exponentials."""
 
-    def __init__(self, logits, beta, gamma=-0.1, zeta=1.1):
-        super().__init__(logits, gamma, zeta)
-        self.beta = mp.mpf(beta)
-
     def r0(self, s):
         return self.beta * mp.exp(-self.beta * s) / (1 - mp.exp(-self.beta))
 
@@ -315,10 +299,6 @@ class ExponentialUniformReference(ExponentialReference):
 
 class PowerLawReference(MixtureReference):
     """Power laws."""
-
-    def __init__(self, logits, beta, gamma=-0.1, zeta=1.1):
-        super().__init__(logits, gamma, zeta)
-        self.beta = mp.mpf(beta)
 
     def r0(self, s):
         return s ** (1 / self.beta - 1) / self.beta

@@ -24,12 +24,7 @@ MAY_IMPORT = {
     "callbacks": {"infer", "nn", "compaction", "training"},
 }
 # Folders of infer, and which of its other folders they may import.
-INFER_MAY_IMPORT = {
-    "elbo": {"guides"},
-    "guides": set(),
-    "control": {"guides"},
-    "posterior": {"elbo", "guides"},
-}
+INFER_MAY_IMPORT = {"elbo": {"guides"}, "guides": set(), "control": {"guides"}, "posterior": {"elbo", "guides"}}
 # Extras, and what takes seconds to import, which are imported where they are used; and the one call against the
 # direction: nn tries the gates that it suggests.
 OPTIONAL = {
@@ -64,17 +59,11 @@ def imports(path):
 def test_imports_run_one_way():
     """Each part imports itself and what stands before it; only extras are imported inside a function."""
     for path in sorted(ROOT.rglob("*.py")):
-        check_imports(path)
-
-
-def check_imports(path):
-    """The import lines of one file."""
-    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    top, nested = imports(path)
-    assert nested <= OPTIONAL, path
-    own = {name.split(".")[1] for name in top if name.startswith("pyro_l0.")} - COMMON
-    if part not in {"__init__", *COMMON}:
-        assert own <= MAY_IMPORT[part] | {part}, path
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        top, nested = imports(path)
+        assert nested <= OPTIONAL, path
+        own = {name.split(".")[1] for name in top if name.startswith("pyro_l0.")} - COMMON
+        assert part in {"__init__", *COMMON} or own <= MAY_IMPORT[part] | {part}, path
 
 
 def test_folders_of_infer_run_one_way():

@@ -25,10 +25,6 @@ def network():
     return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), L0Gate(3), nn.Linear(3, 1))
 
 
-def plain():
-    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-
-
 def model(x=None):
     """A model with two gates and slabs."""
     with pyro.plate("gates", 2):
@@ -76,8 +72,8 @@ def samples():
 
 
 def pruned():
-    batches = [(torch.ones(2, 2), torch.ones(2, 1))] * 2
-    return dict(network=plain(), loss_fn=nn.functional.mse_loss, loader=batches, budget=0.5, example=ONE, epochs=8)
+    batches, plain = [(torch.ones(2, 2), torch.ones(2, 1))] * 2, nn.Sequential(*list(network())[:2], nn.Linear(3, 1))
+    return dict(network=plain, loss_fn=nn.functional.mse_loss, loader=batches, budget=0.5, example=ONE, epochs=8)
 
 
 def gates_of_draws():

@@ -6,7 +6,6 @@ accelerator. So these tests show without one that a step keeps to one device and
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, get_args
 
 import pyro
@@ -25,7 +24,7 @@ from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.square_norms import square_norms
-from tests.cases import ATOMIC, FAMILIES
+from tests.cases import FAMILIES
 
 NUM_DATA = 100
 ESTIMATORS: tuple[EstimatorName, ...] = get_args(EstimatorName)
@@ -111,28 +110,22 @@ def gated_step(
     train_on_meta(loss, (x, y), target)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ATOMIC], ids=lambda family: family.gate.__name__)
-def test_every_family_and_objective_trains_without_reading_the_device(family: Any) -> None:
-    for kind, objective in itertools.product((MLP, CONVOLUTIONS), ("l0", "free_energy")):
-        gated_step(kind, objective, family.gate, "arm" if family.gate is BernoulliGate else None)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_trains_without_reading_the_device(estimator: EstimatorName) -> None:
-    for kind in (MLP, CONVOLUTIONS):
-        gated_step(kind, "free_energy", BernoulliGate, estimator, particles=2)
+STEPS: tuple[dict[str, Any], ...] = (
+    *({"objective": objective, "family": f.gate} for f in FAMILIES for objective in ("l0", "free_energy")),
+    *({"objective": objective, "family": BernoulliGate, "estimator": "arm"} for objective in ("l0", "free_energy")),
+    *({"family": BernoulliGate, "estimator": x, "particles": 2, "objective": "free_energy"} for x in ESTIMATORS),
+    *({"decay": True}, {"budget": True}, {"decay": True, "budget": True}),
+    *({"objective": "free_energy", "particles": 2}, {"in_plate": True}),
+)
 
 
 @pytest.mark.parametrize("kind", [MLP, CONVOLUTIONS])
-def test_weight_decay_and_targets_follow_the_network_to_its_device(kind: str) -> None:
-    for decay, budget in ((True, False), (False, True), (True, True)):
-        gated_step(kind, decay=decay, budget=budget)
-
-
-@pytest.mark.parametrize("kind", [MLP, CONVOLUTIONS])
-def test_particles_and_plates_train_without_reading_the_device(kind: str) -> None:
-    gated_step(kind, "free_energy", particles=2)
-    gated_step(kind, in_plate=True)
+@pytest.mark.parametrize(
+    "step", STEPS, ids=lambda step: ", ".join(getattr(x, "__name__", f"{k} {x}") for k, x in step.items())
+)
+def test_a_network_trains_without_reading_the_device(kind: str, step: dict[str, Any]) -> None:
+    """Every family, objective and estimator, weight decay, targets, particles and plates."""
+    gated_step(kind, **step)
 
 
 def regression(x: Tensor, y: Tensor) -> None:

@@ -57,12 +57,7 @@ def is_the_exact_posterior(printed: str) -> None:
     assert float((found - exact).abs().max()) < 0.03
 
 
-CHECKS: tuple[Callable[[str], None], ...] = (
-    is_as_shown,
-    prunes_to_a_tenth,
-    leaves_units_out,
-    is_the_exact_posterior,
-)
+CHECKS: tuple[Callable[[str], None], ...] = (is_as_shown, prunes_to_a_tenth, leaves_units_out, is_the_exact_posterior)
 IDS = ["estimator", "one call", "layer", "model"]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import L0_ELBO, AutoGate
-from tests.diagnostics.doctor_runs import Run, classifier, digits, pretrained, train, within
+from tests.diagnostics.doctor_runs import Run, classifier, digits, on_the_mean_loss, pretrained, train, within
 from tests.diagnostics.networks import cnn, mlp
 
 
@@ -39,22 +39,6 @@ def _stale() -> Run:
 def _frozen() -> Run:
     run = train(mlp(), digits())
     run.guide.requires_grad_(False)
-    return run
-
-
-def _small_gradients() -> Run:
-    """SGD with a rate for weights, on the mean loss."""
-    batches = digits()
-    run = train(mlp(), batches, rate=0.1, gate_rate=0.1, make=partial(torch.optim.SGD, momentum=0.9))
-    run.scale = 1 / sum(len(y) for _, y in batches)
-    return run
-
-
-def _decayed() -> Run:
-    """Weight decay in Adam's gradient, on the mean loss."""
-    batches = digits()
-    run = train(mlp(), batches, make=partial(torch.optim.Adam, weight_decay=5e-3))
-    run.scale = 1 / sum(len(y) for _, y in batches)
     return run
 
 
@@ -102,20 +86,11 @@ def _one_site_collapses() -> Run:
     return train(mlp(), digits(), lam={"2": 6.0, "5": 0.1}, steps=150, gate_rate=0.1)
 
 
-def _wrecked() -> Run:
-    """A network that was trained without gates gets half-closed ones."""
-    return pretrained(mlp(inputs=True), digits(), start=0.8)
-
-
-def _without_gradient() -> Run:
+def _silenced(*methods: str) -> Run:
+    """A target of which something is not called."""
     run = within(0.3, mlp(), digits(), 300, is_pretrained=True)
-    run.target.add_gradient = lambda: None
-    return run
-
-
-def _without_ascent() -> Run:
-    run = within(0.3, mlp(), digits(), 300, is_pretrained=True)
-    run.target.ascend = run.target.add_gradient = lambda: None
+    for method in methods:
+        setattr(run.target, method, lambda: None)
     return run
 
 
@@ -138,20 +113,29 @@ FAULTS: dict[str, Fault] = {
     "parameters of another guide": Fault(_stale, 0.1, "gates-not-trained"),
     "requires_grad is off": Fault(_frozen, 0.1, "gates-not-trained"),
     "rate of 1e-3": Fault(lambda: train(mlp(), digits(), gate_rate=1e-3), 0.1, "rate-too-small"),
-    "SGD with small gradients": Fault(_small_gradients, 0.1, "rate-too-small"),
+    # A rate for weights.
+    "SGD with small gradients": Fault(
+        lambda: on_the_mean_loss(
+            train(mlp(), digits(), rate=0.1, gate_rate=0.1, make=partial(torch.optim.SGD, momentum=0.9))
+        ),
+        0.1,
+        "rate-too-small",
+    ),
     "AdamW, decay of 0.1": Fault(
-        lambda: train(mlp(), digits(), make=partial(torch.optim.AdamW, weight_decay=0.1)),
+        lambda: train(mlp(), digits(), make=partial(torch.optim.AdamW, weight_decay=0.1)), 0.1, "weight-decay-on-gates"
+    ),
+    "Adam, decay on the mean loss": Fault(
+        lambda: on_the_mean_loss(train(mlp(), digits(), make=partial(torch.optim.Adam, weight_decay=5e-3))),
         0.1,
         "weight-decay-on-gates",
     ),
-    "Adam, decay on the mean loss": Fault(_decayed, 0.1, "weight-decay-on-gates"),
     "bfloat16 gates": Fault(lambda: _halved(torch.bfloat16, 2e-3), 0.002, "step-below-rounding"),
     "float16 gates": Fault(lambda: _halved(torch.float16, 3e-4), 0.002, "step-below-rounding"),
     "lam of 10": Fault(lambda: train(mlp(), digits(), lam=10.0), 0.05, "price-too-large"),
     "lam of 1e-6": Fault(lambda: train(mlp(), digits(), lam=1e-6), 0.3, "price-too-small"),
     "one site collapses": Fault(_one_site_collapses, 1.0, "site-collapsed"),
     "undecided at the end": Fault(lambda: train(mlp(), digits(), gate_rate=0.03, steps=150), 1.0, "undecided-gates"),
-    "sampled gates wreck": Fault(_wrecked, 0.0, "sampled-gap"),
+    "sampled gates wreck": Fault(lambda: pretrained(mlp(inputs=True), digits(), start=0.8), 0.0, "sampled-gap"),
     "test gates cut": Fault(_cut, 1.0, "sampled-gap"),
     "BatchNorm reset": Fault(
         lambda: _wrong_statistics(lambda layer: layer.reset_running_stats()), 1.0, "batch-norm-of-another-network"
@@ -160,8 +144,8 @@ FAULTS: dict[str, Fault] = {
         lambda: _wrong_statistics(_of_other_images), 1.0, "batch-norm-of-another-network"
     ),
     "gates not used": Fault(_unused, 0.1, "gates-drift-together"),
-    "target without its gradient": Fault(_without_gradient, 0.2, "no-price"),
-    "target that does not ascend": Fault(_without_ascent, 0.2, "no-price"),
+    "target without its gradient": Fault(lambda: _silenced("add_gradient"), 0.2, "no-price"),
+    "target that does not ascend": Fault(lambda: _silenced("add_gradient", "ascend"), 0.2, "no-price"),
     "multiplier at its limit": Fault(_saturated, 0.5, "multiplier-at-limit"),
     "lam of 0": Fault(lambda: train(mlp(), digits(), lam=0.0), 0.1, "no-price"),
 }

@@ -19,7 +19,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import L0Gate, NetworkCost
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.square_norms import square_norms
-from tests.diagnostics.networks import Residual, ResidualCNN, cnn, mlp, transformer
+from tests.diagnostics.networks import cnn, mlp, residual_cnn, residual_network, transformer
 
 GATE_RATE = 0.05
 Batch = tuple[Tensor, Tensor]
@@ -116,13 +116,10 @@ def train(
     gate_rate: float = GATE_RATE,
     make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     gate_options: Mapping[str, object] | None = None,
-    double: bool = False,
     priced: bool = True,
     **options: object,
 ) -> Run:
     """A network's training by Eq. 22, or by another objective, before its first step."""
-    if double:
-        network.double()
     name_gates(network)
     model = classifier(network, batches)
     guide = AutoGate(model, family, init_active_prob=start)
@@ -154,10 +151,9 @@ def _one_cycle(run: Run) -> Run:
     return run
 
 
-def _mean_loss_sgd() -> Run:
-    batches = digits()
-    run = train(mlp(), batches, steps=600, rate=0.2, gate_rate=20.0, make=partial(torch.optim.SGD, momentum=0.9))
-    run.scale = 1 / sum(len(y) for _, y in batches)
+def on_the_mean_loss(run: Run) -> Run:
+    """Its gradients are those of the mean over the data."""
+    run.scale = 1 / sum(len(y) for _, y in run.batches)
     return run
 
 
@@ -295,9 +291,11 @@ HEALTHY: dict[str, Callable[[], Run]] = {
         mlp(), digits(), make=torch.optim.AdamW, gate_options={"weight_decay": 0.0}, steps=400
     ),
     "MLP, AdamW without groups": lambda: _quick(mlp(), digits(), make=torch.optim.AdamW),
-    "MLP, SGD on the mean loss": _mean_loss_sgd,
+    "MLP, SGD on the mean loss": lambda: on_the_mean_loss(
+        train(mlp(), digits(), steps=600, rate=0.2, gate_rate=20.0, make=partial(torch.optim.SGD, momentum=0.9))
+    ),
     "MLP, accumulated gradients": _accumulated,
-    "MLP in float64": lambda: _quick(mlp(), digits(dtype=torch.float64), double=True),
+    "MLP in float64": lambda: _quick(mlp().double(), digits(dtype=torch.float64)),
     "MLP, 60 steps": lambda: train(mlp(), digits(), steps=60, rate=0.01, gate_rate=0.3),
     "MLP, 1500 steps": lambda: train(mlp(), digits(), steps=1500, gate_rate=0.03),
     "MLP, weight decay of Eq. 17": _with_norms,
@@ -314,7 +312,7 @@ HEALTHY: dict[str, Callable[[], Run]] = {
     "CNN": lambda: train(cnn(), digits((1, 8, 8)), lam=0.2, steps=300),
     "CNN, cosine, dropout": lambda: _scheduled(_quick(cnn(0.2), digits((1, 8, 8)), lam=0.2, gate_rate=0.2)),
     "CNN, pretrained": lambda: pretrained(cnn(), digits((1, 8, 8)), lam=0.2, steps=300, start=0.98, gate_rate=0.1),
-    "residual network": lambda: _quick(Residual(), digits(), gate_rate=0.2),
+    "residual network": lambda: _quick(residual_network(), digits(), gate_rate=0.2),
     "transformer": lambda: _quick(transformer(), digits((8, 8)), lam=0.05, gate_rate=0.2),
     "spike and slab, hard concrete": lambda: _slabs(HardConcrete.from_active_prob(0.2)),
     "spike and slab, Bernoulli": lambda: _slabs(_RARE, estimator="leave_one_out", num_particles=4),
@@ -324,14 +322,14 @@ HEALTHY: dict[str, Callable[[], Run]] = {
     ),
     "logistic regression by SVI": _logistic,
     "gates beside a guide of the other latents": _beside_other_latents,
-    "residual CNN": lambda: _quick(ResidualCNN(), digits((1, 8, 8)), lam=0.3, rate=0.01),
+    "residual CNN": lambda: _quick(residual_cnn(), digits((1, 8, 8)), lam=0.3, rate=0.01),
     "MLP, all data in a batch": lambda: _quick(mlp(), digits(size=1797), steps=200),
     "MLP, NAdam, 4 particles": lambda: _quick(mlp(), digits(), make=torch.optim.NAdam, num_particles=4, steps=300),
     "MLP, pretrained, a target of .3": lambda: within(0.3, mlp(), digits(), 400, is_pretrained=True),
     "MLP, pretrained, a target of .1": lambda: within(0.1, mlp(), digits(), 300, is_pretrained=True),
     "CNN, pretrained, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 300, is_pretrained=True),
     "CNN from scratch, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 400, is_pretrained=False),
-    "residual CNN, a target of .2": lambda: within(0.2, ResidualCNN(), digits((1, 8, 8)), 300, is_pretrained=True),
+    "residual CNN, a target of .2": lambda: within(0.2, residual_cnn(), digits((1, 8, 8)), 300, is_pretrained=True),
     "transformer, a target of .3": lambda: within(0.3, transformer(), digits((8, 8)), 400, is_pretrained=True),
 }
 

@@ -36,48 +36,35 @@ def cnn(dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(*first, *pools[:2], *second, pools[2], nn.Flatten(), nn.Linear(96, 10))
 
 
-class Residual(nn.Module):
+def residual_network() -> Net:
     """A stream with two branches of which a gate each takes all."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(64, 32)
-        self.branches = nn.ModuleList(
-            nn.Sequential(
-                nn.BatchNorm1d(32),
-                nn.Linear(32, 48),
-                nn.ReLU(),
-                L0Gate(48, init_jitter=0.0),
-                nn.Linear(48, 32),
-                L0Gate(1, init_jitter=0.0),
-            )
-            for _ in range(2)
-        )
-        self.leave = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for branch in self.branches:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        x = net.enter(x)
+        for branch in net.branches:
             x = x + branch(x)
-        return self.leave(x)
+        return net.leave(x)
+
+    def branch() -> nn.Sequential:
+        units = nn.BatchNorm1d(32), nn.Linear(32, 48), nn.ReLU(), L0Gate(48, init_jitter=0.0), nn.Linear(48, 32)
+        return nn.Sequential(*units, L0Gate(1, init_jitter=0.0))
+
+    enter, branches = nn.Linear(64, 32), nn.ModuleList(branch() for _ in range(2))
+    return Net(forward, enter=enter, branches=branches, leave=nn.Linear(32, 10))
 
 
-class ResidualCNN(nn.Module):
+def residual_cnn() -> Net:
     """Two blocks of convolutions with BatchNorm beside a stream of maps."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Sequential(*convolution(1, 12, gated=False), nn.ReLU())
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*convolution(12, 16), *convolution(16, 12, gated=False)) for _ in range(2)
-        )
-        self.leave = nn.Linear(12, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        x = net.enter(x)
+        for block in net.blocks:
             x = torch.relu(x + block(x))
-        return self.leave(x.mean((2, 3)))
+        return net.leave(x.mean((2, 3)))
+
+    enter = nn.Sequential(*convolution(1, 12, gated=False), nn.ReLU())
+    blocks = [nn.Sequential(*convolution(12, 16), *convolution(16, 12, gated=False)) for _ in range(2)]
+    return Net(forward, enter=enter, blocks=nn.ModuleList(blocks), leave=nn.Linear(12, 10))
 
 
 def transformer_network():

@@ -5,11 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_l0 import (
-    BernoulliGate,
-    HardConcrete,
-    HardKumaraswamy,
-)
+from pyro_l0 import BernoulliGate, HardConcrete, HardKumaraswamy
 from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 

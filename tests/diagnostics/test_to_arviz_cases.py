@@ -1,6 +1,9 @@
-"""Models that to_arviz runs in another way, and those that it refuses."""
+"""Models that to_arviz runs in another way, those that it refuses, and arrays as arviz's InferenceData."""
 
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pyro
@@ -11,7 +14,9 @@ from pyro import poutine
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.diagnostics import to_arviz
+from pyro_l0.diagnostics.inference_data import inference_data
 from pyro_l0.infer import factor
+from pyro_l0.infer.guides.summaries import import_arviz
 
 X = torch.tensor([-1.0, 0.5, 1.0, 2.0])
 
@@ -134,11 +139,11 @@ def test_seeds():
         assert not np.array_equal(first[group][name], third[group][name])
 
 
+OWN = types.SimpleNamespace(to_arviz=lambda: "its own")
+
+
 def test_what_says_it_itself():
-    own = types.SimpleNamespace(to_arviz=lambda: "its own")
-    assert to_arviz(own) == "its own"
-    with pytest.raises(TypeError, match="Expected a SimpleNamespace alone"):
-        to_arviz(model, own)
+    assert to_arviz(OWN) == "its own"
 
 
 def minibatch(y, **options):
@@ -163,43 +168,113 @@ def other_shape(y):
     pyro.sample("y", dist.Normal(effect.sum(), 1.0), obs=y[0])
 
 
+def of_a_slab(y):
+    pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+
+def guide_of_a_minibatch(y):
+    with pyro.plate("data", 4, subsample_size=2):
+        pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+
+
 @pytest.mark.parametrize(
-    ("program", "options", "message"),
+    ("arguments", "options", "error", "message"),
     [
-        (minibatch, {"subsample_size": 2}, "site 'y' is in plate 'data', which takes 2 of 4"),
-        (minibatch, {"subsample": torch.tensor([1, 3, 0])}, "which takes 3 of 4"),
-        (scaled, {}, "site 'y' has a scale of 0.5"),
-        (one_more, {}, r"\['more'\] are missing"),
-        (
-            lambda y: pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=y),
-            {},
-            r"\['z'\] are not",
-        ),
-        (other_shape, {}, r"site 'z' of shape \(2,\).*but got \(\)"),
-        (model, {"draws": 0}, "draws of at least 1"),
+        ((minibatch, guide, X), {"subsample_size": 2}, ValueError, "site 'y' is in plate 'data', which takes 2 of 4"),
+        ((minibatch, guide, X), {"subsample": torch.tensor([1, 3, 0])}, ValueError, "which takes 3 of 4"),
+        ((scaled, guide, X), {}, ValueError, "site 'y' has a scale of 0.5"),
+        ((one_more, guide, X), {}, ValueError, r"\['more'\] are missing"),
+        ((of_a_slab, guide, X), {}, ValueError, r"\['z'\] are not"),
+        ((other_shape, guide, X), {}, ValueError, r"site 'z' of shape \(2,\).*but got \(\)"),
+        ((model, guide, X), {"draws": 0}, ValueError, "draws of at least 1"),
+        ((None, guide_of_a_minibatch, X), {}, ValueError, "site 'z' is in plate 'data', which takes 2 of 4"),
+        ((guide, minibatch, X), {}, ValueError, "got a model with data at site 'y'; give the model first"),
+        ((guide,), {"slab": {"w": "z"}}, ValueError, "Expected the model with slab"),
+        (([1.0],), {}, TypeError, "but got list.*give its guide"),
+        ((model, OWN), {}, TypeError, "Expected a SimpleNamespace alone"),
     ],
 )
-def test_models_that_are_refused(program, options, message):
-    with pytest.raises(ValueError, match=message):
-        to_arviz(program, guide, X, **{"draws": 3, **options})
+def test_refusals(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        to_arviz(*arguments, **{"draws": 3, **options})
 
 
-def test_guides_of_minibatches_are_refused():
-    def part(y):
-        with pyro.plate("data", 4, subsample_size=2):
-            pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+az = import_arviz()
 
-    with pytest.raises(ValueError, match="site 'z' is in plate 'data', which takes 2 of 4"):
-        to_arviz(None, part, X, draws=3)
+DRAWN = {"z": np.arange(12).reshape(2, 6) % 2 == 0, "scope/w": np.linspace(0, 1, 36).reshape(2, 6, 3)}
 
 
-def test_the_model_comes_first():
-    with pytest.raises(ValueError, match="got a model with data at site 'y'; give the model first"):
-        to_arviz(guide, minibatch, X)
+def test_groups_hold_what_they_were_given():
+    """Values, dimensions and labels; what is true or false is int8, a slash a dot, an empty group left out."""
+    groups = {
+        "posterior": DRAWN,
+        "log_likelihood": {"y": np.ones((2, 6, 4))},
+        "posterior_predictive": {},
+        "observed_data": {"y": torch.arange(4.0)},
+        "constant_data": {"P(z != 0)": 0.5},
+    }
+    found = inference_data(groups, {"feature": ["a", "b", "c"]}, {"scope/w": ["feature"]})
+    assert sorted(found.groups()) == ["constant_data", "log_likelihood", "observed_data", "posterior"]
+    z, w = found["posterior"]["z"], found["posterior"]["scope.w"]
+    assert z.dtype == np.int8
+    np.testing.assert_array_equal(z, DRAWN["z"])
+    assert w.dims == ("chain", "draw", "feature")
+    np.testing.assert_array_equal(w.sel(feature="b"), DRAWN["scope/w"][..., 1])
+    assert found["log_likelihood"]["y"].shape == (2, 6, 4)
+    assert float(found["constant_data"]["P(z != 0)"].squeeze()) == 0.5
 
 
-def test_what_is_no_posterior():
-    with pytest.raises(TypeError, match=r"but got list.*give its guide"):
-        to_arviz([1.0])
-    with pytest.raises(ValueError, match="Expected the model with slab"):
-        to_arviz(guide, slab={"w": "z"})
+def test_version_1_takes_one_nested_dict(monkeypatch):
+    """Of arviz 1 there is only the signature of from_dict here."""
+    seen = []
+    monkeypatch.setattr(az, "__version__", "1.2.0")
+    monkeypatch.setattr(az, "from_dict", lambda data, *, coords, dims: seen.append((data, coords, dims)))
+    inference_data({"posterior": DRAWN, "observed_data": {"y": [1.0]}}, dims={"scope/w": ["feature"]})
+    (data, coords, dims) = seen[0]
+    assert {group: sorted(arrays) for group, arrays in data.items()} == {
+        "posterior": ["scope.w", "z"],
+        "observed_data": ["y"],
+    }
+    assert coords is None
+    assert dims == {"scope.w": ["feature"]}
+
+
+@pytest.mark.slow
+def test_first_import_of_a_day_is_silent(tmp_path):
+    """arviz warns once a day that it will change; warnings may be errors, and arviz's other warnings stay."""
+    program = (
+        "import numpy as np\n"
+        "from pyro_l0.diagnostics.inference_data import inference_data\n"
+        "print(inference_data({'posterior': {'w': np.zeros((1, 20))}})['posterior']['w'].shape)"
+    )
+    assert in_an_empty_cache(program, tmp_path) == "(1, 20)\n"
+    assert list(tmp_path.rglob("daily_warning"))  # it has warned
+
+
+@pytest.mark.slow
+def test_two_processes_may_import_arviz_at_the_same_moment(tmp_path):
+    """The first that writes the day of the warning takes the file from under the second, which is this process."""
+    program = (
+        "import pathlib\n"
+        "from pyro_l0.infer.guides.summaries import import_arviz\n"
+        "replace, replaced = pathlib.Path.replace, []\n"
+        "def replace_for_both(path, target):\n"
+        "    replaced.append(replace(path, target).name)\n"
+        "    return replace(path, target)\n"
+        "pathlib.Path.replace = replace_for_both\n"
+        "print(import_arviz().__name__, replaced)"
+    )
+    assert in_an_empty_cache(program, tmp_path) == "arviz ['daily_warning']\n"
+
+
+def in_an_empty_cache(program: str, cache: Path) -> str:
+    """What a program prints where warnings are errors and arviz has never been imported."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", program],
+        env={"XDG_CACHE_HOME": str(cache), "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, TraceEnum_ELBO
+from pyro.infer import TraceEnum_ELBO
 from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import BernoulliGate, HardConcrete, PowerLawGate, RectifiedNormal
@@ -21,18 +21,15 @@ def gate():
 
 
 def test_mode():
-    """As Pyro's Bernoulli distribution; gates with a density have none, as a mass and a density do not compare."""
+    """As Pyro's Bernoulli distribution."""
     logits = torch.tensor([-1.0, 0.0, 2.0])
     torch.testing.assert_close(BernoulliGate(logits=logits).mode, dist.Bernoulli(logits=logits).mode, equal_nan=True)
-    with pytest.raises(NotImplementedError, match="does not implement mode"):
-        _ = HardConcrete(logits).mode
 
 
 def test_enumeration(gate):
     """Both values, and Pyro's enumeration sums them out exactly."""
     assert gate.enumerate_support().shape == (2, 3, 2)
     assert gate.enumerate_support(expand=False).shape == (2, 1, 1)
-    pyro.clear_param_store()
 
     def model():
         z = pyro.sample("z", BernoulliGate(logits=torch.tensor(0.0)))
@@ -46,35 +43,23 @@ def test_enumeration(gate):
     q = torch.sigmoid(torch.tensor(0.4))
     kl = kl_divergence(BernoulliGate(logits=torch.tensor(0.4)), BernoulliGate(logits=torch.tensor(0.0)))
     assert loss == pytest.approx((kl - 3 * q).item(), rel=1e-6)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceEnum_ELBO(max_plate_nesting=0))
-    for _ in range(300):
-        svi.step()
-    assert pyro.param("logits").item() == pytest.approx(3.0, abs=1e-2)  # the posterior's log odds
-    pyro.clear_param_store()
 
 
 def test_kl():
-    """Closed with another Bernoulli gate and with a gate that has its atoms; infinite the other way round."""
+    """Closed with another Bernoulli gate and with a gate that has its atoms."""
     q, p = BernoulliGate(logits=torch.tensor(0.3).double()), BernoulliGate(logits=torch.tensor(-1.0).double())
-    expected = torch.distributions.kl_divergence(
-        torch.distributions.Bernoulli(logits=q.logits), torch.distributions.Bernoulli(logits=p.logits)
-    )
-    torch.testing.assert_close(kl_divergence(q, p), expected)
+    plain = (torch.distributions.Bernoulli(logits=gate.logits) for gate in (q, p))
+    torch.testing.assert_close(kl_divergence(q, p), kl_divergence(*plain))
     near = BernoulliGate(logits=q.logits + 1e-6)
     slope_free = q.variance * 1e-12 / 2
     torch.testing.assert_close(kl_divergence(q, near), slope_free, rtol=1e-5, atol=0)
-    concrete = HardConcreteReference(0.5, 2 / 3)
-    twin = BernoulliReference(0.3)
-    by_hand = sum(
-        mass * (mp_log(mass) - mp_log(other))
-        for mass, other in ((float(twin.below(0)), float(concrete.p0)), (float(twin.above(0)), float(concrete.p1)))
-    )
+    twin, concrete = BernoulliReference(0.3), HardConcreteReference(0.5, 2 / 3)
+    masses = (twin.below(0), concrete.p0), (twin.above(0), concrete.p1)
+    by_hand = sum(float(mass) * math.log(mass / other) for mass, other in masses)
     value = kl_divergence(q, HardConcrete(torch.tensor(0.5).double(), 2 / 3))
     assert value.item() == pytest.approx(by_hand, rel=1e-6)
     for other in (HardConcrete(0.0), RectifiedNormal(0.5, 0.5), PowerLawGate(0.0, 2.0)):
         assert kl_divergence(q, other) > 0
-        with pytest.raises(TypeError, match="infinite"):
-            kl_divergence(other, q)
 
 
 @pytest.mark.parametrize("plain", [dist.Bernoulli, torch.distributions.Bernoulli])
@@ -88,31 +73,9 @@ def test_kl_to_and_from_a_plain_bernoulli(plain):
     torch.testing.assert_close(BernoulliGate(gates).active_prob, q.mean)
 
 
-def mp_log(x):
-    return torch.tensor(x, dtype=torch.float64).log().item()
-
-
-def test_what_it_refuses(gate):
-    """No pathwise draw, no half-open gate, and both or none of its parameters."""
+def test_no_pathwise_draw_and_no_half_open_gate(gate):
     assert not gate.has_rsample
     for call in (gate.rsample, gate.base_distribution):
         with pytest.raises(NotImplementedError):
             call()
     assert BernoulliGate(logits=0.0).log_prob(torch.tensor(0.5)) == -math.inf  # no density between the atoms
-    with pytest.raises(ValueError, match="one of probs and logits"):
-        BernoulliGate()
-    with pytest.raises(ValueError, match="one of probs and logits"):
-        BernoulliGate(0.5, 0.0)
-    for bad in ({"probs": 0.0}, {"probs": 1.0}, {"probs": 1.5}, {"logits": math.nan}):
-        with pytest.raises(ValueError, match="logits"):
-            BernoulliGate(**bad, validate_args=True)
-
-
-@pytest.mark.parametrize("probs", [1.5, 0.0, 1.0, -0.1, math.nan, torch.tensor([0.5, 2.0])])
-def test_messages_name_the_argument_that_was_given(probs):
-    """Not the log odds that are made of it."""
-    with pytest.raises(ValueError, match=r"Expected probs above 0 and below 1, but got .*; log odds are logits"):
-        BernoulliGate(probs=probs)
-    with pytest.raises(ValueError, match=r"parameter logits .* of distribution BernoulliGate"):
-        BernoulliGate(logits=math.inf)
-    assert BernoulliGate(logits=1.5).probs < 1

@@ -8,26 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyro
 import pytest
 import torch
 from torch.distributions import constraints, kl_divergence
 
 from pyro_l0.distributions.gate import GateDistribution
-from tests.cases import build, columns, stack
-
-STATISTICS = (
-    "mean",
-    "variance",
-    "median",
-    "log_prob_zero",
-    "log_prob_one",
-    "log_interior_prob",
-    "log_active_prob",
-    "active_prob",
-    "test_gate",
-)
-
+from tests.cases import STATISTICS, build, columns, stack
 
 interior = pytest.mark.interior  # a promise about densities and pathwise draws
 
@@ -221,20 +207,6 @@ def test_pickle_and_deepcopy(gate):
             assert torch.equal(twin.log_prob(value), gate.log_prob(value))
             for name in STATISTICS:
                 assert torch.equal(getattr(twin, name), getattr(gate, name)), name
-
-
-def test_pyro_sample_in_a_plate(family):
-    """A gate is a Pyro distribution: a site in a plate gets the plate's shape."""
-
-    def model():
-        with pyro.plate("units", 5):
-            return pyro.sample("z", family.gate(**family.parameters[0]))
-
-    trace = pyro.poutine.trace(model).get_trace()
-    assert trace.nodes["z"]["value"].shape == (5,)
-    assert type(trace.nodes["z"]["fn"]) is family.gate
-    trace.compute_log_prob()
-    assert trace.nodes["z"]["log_prob_sum"].isfinite()
 
 
 # --- precision --------------------------------------------------------------------------------

@@ -7,23 +7,9 @@ import torch
 from torch.autograd import gradcheck
 
 from pyro_l0.distributions import HardConcrete
-from tests.cases import FAMILIES, GATES
+from tests.cases import SMOOTH
 
-STATISTICS = (
-    "mean",
-    "variance",
-    "log_prob_zero",
-    "log_prob_one",
-    "log_interior_prob",
-    "log_active_prob",
-    "active_prob",
-)
-
-
-@pytest.fixture(params=GATES, ids=repr)
-def case(request):
-    """Every family at every representative parameter set."""
-    return request.param
+pytestmark = pytest.mark.interior  # a promise about densities and pathwise draws
 
 
 def leaves(case):
@@ -46,7 +32,7 @@ def check(function, inputs):
     assert gradcheck(function, inputs, eps=1e-6, atol=1e-6, rtol=1e-6)
 
 
-QUANTITIES = {name: (lambda gate, name=name: getattr(gate, name)) for name in STATISTICS} | {
+QUANTITIES = {name: (lambda gate, name=name: getattr(gate, name)) for name in SMOOTH} | {
     "entropy": lambda gate: gate.entropy(),
     "log_prob": lambda gate: gate.log_prob(torch.tensor([0.0, 1.0], dtype=torch.float64)),
 }
@@ -119,7 +105,6 @@ def test_active_probability_slope():
     assert (actual > 0).all()
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.gate.__name__)
 def test_no_gradient_is_lost_after_a_look_without_gradients(family):
     """What is first computed under no_grad must not be kept for a later call with gradients."""
 
@@ -131,14 +116,13 @@ def test_no_gradient_is_lost_after_a_look_without_gradients(family):
         if look_first:
             gate.sample()
             with torch.no_grad():
-                [getattr(gate, name) for name in STATISTICS]
-        total = sum(getattr(gate, name) for name in STATISTICS) + gate.entropy()
+                [getattr(gate, name) for name in SMOOTH]
+        total = sum(getattr(gate, name) for name in SMOOTH) + gate.entropy()
         return torch.autograd.grad(total, list(parameters.values()))
 
     assert gradients(look_first=True) == gradients(look_first=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.gate.__name__)
 def test_backward_twice(family):
     """Statistics of one gate can be differentiated in two separate backward passes."""
     parameters = {k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in family.parameters[0].items()}

@@ -6,7 +6,7 @@ import torch
 from pyro_l0.distributions import ExponentialGate, ExponentialUniformGate, HardConcrete, PowerLawGate
 from pyro_l0.distributions.mixtures import MixtureGate
 from pyro_l0.maths import mixture
-from tests.cases import FAMILIES
+from tests.cases import FAMILIES, GATES
 from tests.reference import ExponentialReference, ExponentialUniformReference, PowerLawReference, mp
 
 MIXTURES = [family for family in FAMILIES if issubclass(family.gate, MixtureGate)]
@@ -15,23 +15,12 @@ REFERENCES = {
     mixture.ExponentialUniform: ExponentialUniformReference,
     mixture.PowerLaw: PowerLawReference,
 }
-CASES = [(family, parameters) for family in MIXTURES for parameters in family.parameters]
 
 
-def identity(case):
-    family, parameters = case
-    return f"{family.gate.__name__}-{','.join(f'{value:g}' for value in parameters.values())}"
-
-
-@pytest.fixture(params=CASES, ids=identity)
-def case(request):
-    """Every mixture family at every representative parameter set."""
-    return request.param
-
-
+@pytest.mark.parametrize("case", [case for case in GATES if case.family in MIXTURES], ids=repr)
 def test_the_two_ways_to_draw_agree(case):
     """The fused draw and the general one give the same values and the same derivative for the logits."""
-    family, parameters = case
+    family, parameters = case.family, case.parameters
     logits = torch.full((2000,), parameters["logits"], dtype=torch.float64, requires_grad=True)
     fixed = {name: value for name, value in parameters.items() if name != "logits"}
     torch.manual_seed(61)

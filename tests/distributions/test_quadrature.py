@@ -231,12 +231,6 @@ def test_a_batch_of_gates_of_every_sharpness():
     torch.testing.assert_close(slopes, differences, rtol=1e-5, atol=1e-10)
 
 
-def test_a_gate_beyond_double_precision_is_refused():
-    """The message names the families, the limit and what arrived."""
-    with pytest.raises(ValueError, match=r"at most 1e\+12 in an integral of HardConcrete and RectifiedNormal.*1e\+30"):
-        kl_divergence(HardConcrete(0.5, 1e30), RectifiedNormal(0.5, 0.5))
-
-
 def test_rectified_normals_of_a_wide_scale_in_single_precision():
     """The moments of a wide normal between the atoms are small differences, which single precision loses."""
     for wide, narrow in product((50.0, 1e3, 1e4), (1e-3, 0.1)):

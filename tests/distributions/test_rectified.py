@@ -9,11 +9,10 @@ from scipy import integrate, stats
 from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import HardConcrete, Rectified, RectifiedNormal
-from pyro_l0.distributions.kl import kl_by_quadrature
+from tests.cases import SMOOTH
 from tests.distributions.test_law import randomised_pit
 
 LOC = torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64)
-STATISTICS = ("mean", "variance", "median", "log_prob_zero", "log_prob_one", "log_interior_prob", "log_active_prob")
 
 
 def pairs():
@@ -31,7 +30,7 @@ def pairs():
 @pytest.mark.parametrize(("named", "general"), list(pairs()))
 def test_the_named_families_agree(named, general):
     """In every statistic, density, cdf, quantile, KL and draw."""
-    for name in STATISTICS:
+    for name in (*SMOOTH, "median"):
         torch.testing.assert_close(getattr(general, name), getattr(named, name), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(general.entropy(), named.entropy(), rtol=1e-8, atol=1e-10)
     z = torch.tensor([[0.0], [0.3], [1.0]], dtype=torch.float64)
@@ -103,28 +102,6 @@ def test_half_precision_stays_and_can_be_integrated(family, dtype):
     torch.testing.assert_close(kl_divergence(half, gate).float(), kl_divergence(single, gate), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize(
-    "base",
-    [
-        dist.StudentT(3.0, 0.0, 1.0),
-        dist.Beta(1.0, 2.0),
-        dist.TransformedDistribution(dist.Normal(0.0, 1.0), [dist.transforms.AbsTransform()]),
-    ],
-)
-def test_a_base_without_a_cdf_has_no_masses(base):
-    with pytest.raises(NotImplementedError):
-        _ = Rectified(base).active_prob
-
-
-@pytest.mark.parametrize("base", [dist.Bernoulli(0.3), dist.Dirichlet(torch.ones(3))])
-def test_bad_bases(base):
-    """Discrete and multivariate ones are refused by name."""
-    with pytest.raises(ValueError, match=f"pathwise draws, but got {type(base).__name__}"):
-        Rectified(base)
-    with pytest.raises(NotImplementedError, match="give it a base"):
-        Rectified.from_active_prob(0.5)
-
-
 def test_the_kl_and_its_gradient_where_the_cdf_underflows():
     """The mass of the prior at zero is 4e-39, which the cdf rounds to 0."""
     loc = torch.tensor([1.84258, 2.77841], dtype=torch.float64, requires_grad=True)
@@ -152,13 +129,3 @@ def test_log_masses_in_the_tails(base, law):
     expected = [law.logcdf(0), law.logsf(1), law.logsf(0)]
     found = [gate.log_prob_zero, gate.log_prob_one, gate.log_active_prob]
     assert [x.item() for x in found] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize("bad", [None, "abc", 0.5, dist.Normal])
-def test_what_is_no_distribution(bad):
-    """As a base, and as a side of a KL."""
-    with pytest.raises(TypeError, match="Expected base to be a distribution"):
-        Rectified(bad)
-    for pair in ((bad, HardConcrete(0.0)), (HardConcrete(0.0), bad)):
-        with pytest.raises(TypeError, match=r"Expected [qp] to be a gate"):
-            kl_by_quadrature(*pair)

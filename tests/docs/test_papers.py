@@ -1,8 +1,6 @@
 """docs/papers.md: no item of the papers lacks a row, what it names exists, and each of its commands runs."""
 
 import importlib.util
-import itertools
-import math
 import pydoc
 import re
 import shlex
@@ -11,14 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyro
 import pytest
-import torch
 import tyro
 
 from common.data import MNIST_SHA256
-from pyro_l0 import HardConcrete
-from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from tests.examples.test_cifar import write_small_cifar
 from tests.examples.test_data import idx
 
@@ -67,9 +61,6 @@ def numbered(paper, kind):
 )
 def test_every_item_has_one_row(paper, kind, last):
     assert numbered(paper, kind) == Counter(range(1, last + 1))
-
-
-def test_appendices_of_the_paper_on_mixtures():
     assert re.findall(r"^\| Appendix (\S+) \|", MIXTURES, re.MULTILINE) == ["A.1", "A.2", "B", "C"]
 
 
@@ -136,26 +127,3 @@ def test_every_command_runs(line, folders, tmp_path):
     found = module(script)
     found.main(tyro.cli(found.Options, args=arguments))
     assert any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("price", "penalty"), [(1.0, 2.0), (0.5 * math.log(50), math.log(50))])
-def test_aic_and_bic_are_prices(price, penalty):
-    """The objective at closed and open gates is half of the criterion of every subset of three features."""
-    torch.set_default_dtype(torch.float64)
-    x = torch.randn(50, 3)
-    y = x @ torch.tensor([1.0, 0.3, 0.0]) + torch.randn(50)
-    for subset in itertools.product([0, 1], repeat=3):
-        chosen = torch.tensor(subset, dtype=torch.bool)
-        weights = torch.zeros(3)
-        weights[chosen] = torch.linalg.lstsq(x[:, chosen], y).solution
-        log_likelihood = torch.distributions.Normal(x @ weights, 1.0).log_prob(y).sum()
-
-        def model(weights=weights):
-            gates = pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1))
-            factor("y", torch.distributions.Normal(x @ (gates * weights), 1.0).log_prob(y).sum())
-
-        guide = AutoGate(model)
-        guide()
-        guide.locations()[0].data = torch.where(chosen, 40.0, -40.0)
-        loss = L0_ELBO("l0", lam=price).loss(model, guide)
-        assert loss == pytest.approx(float(penalty * chosen.sum() - 2 * log_likelihood) / 2)

@@ -1,4 +1,4 @@
-"""The script that runs the programs of README.md and of the docs: what it finds on a page, and what fails."""
+"""The script that runs the programs of README.md and of the docs, and how long the pages are in all."""
 
 import sys
 from pathlib import Path
@@ -93,3 +93,13 @@ def test_programs_that_need_an_optional_library_are_left_out(tmp_path, monkeypat
     printed = capsys.readouterr().out
     assert "line 1: not run, it needs no_such_library" in printed
     assert printed.count(": ok") == 1
+
+
+LIMIT = 150_000  # characters of Markdown
+
+
+def test_the_site_is_short():
+    pages = [page for page in run_code.pages() if page.name != "architecture.md"]  # a file beside the site
+    sizes = {str(page): len(page.read_text(encoding="utf-8")) for page in pages}
+    assert len(sizes) > 50
+    assert sum(sizes.values()) <= LIMIT, f"longest: {sorted(sizes, key=sizes.__getitem__)[-8:]}"

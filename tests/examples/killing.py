@@ -1,50 +1,26 @@
-"""Kills an example's process in the midst of an epoch."""
+"""Runs of examples that are stopped and resumed."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+from dataclasses import replace
 
-import torch
-
-import mnist
+import pytest
 
 SECONDS = ("seconds", "epochs_seconds", "training_seconds")
-EXAMPLES = Path(mnist.__file__).parent
-SCRIPT = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from pyro_l0.training import Checkpoint
-sys.modules[Checkpoint.__module__]._SPARING = 0
-save = Checkpoint.save
-def slow_save(self, state):
-    save(self, state)
-    if len(state["history"]) == int(sys.argv[3]):
-        Path(sys.argv[2], "now").touch()
-        time.sleep(3600)
-Checkpoint.save = slow_save
-"""
 
 
-def run_and_kill(statement, out, after):
-    """Run a statement that trains in ``out`` (a Path of that name), and kill -9 it in the epoch after some."""
-    out.mkdir()
-    root = EXAMPLES.parent
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"{SCRIPT}\nout = Path(sys.argv[2])\n{statement}", str(EXAMPLES), str(out), str(after)],
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(root)},
-        stderr=subprocess.DEVNULL,
-    )
-    while not (out / "now").exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not (out / "metrics.json").exists()
-    (out / "now").unlink()
+def stopped_and_resumed(main, options, kind, is_time, monkeypatch):
+    """The metrics of a run that was interrupted at the start of an epoch, and then resumed."""
+    train_epoch = kind.train_epoch
+
+    def stopping(run):
+        if is_time(run):
+            raise KeyboardInterrupt
+        return train_epoch(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "train_epoch", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            main(options)
+    return main(replace(options, resume=True))
 
 
 def without_seconds(metrics):

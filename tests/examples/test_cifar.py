@@ -1,4 +1,4 @@
-"""The CIFAR reader, the wide residual network and its training."""
+"""The wide residual network and its training."""
 
 import json
 import os
@@ -18,22 +18,18 @@ from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.distributions import PowerLawGate
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
-from tests.examples.killing import without_seconds
-
-
-def write(folder, name, content):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(pickle.dumps(content, protocol=4))
+from tests.examples.killing import stopped_and_resumed, without_seconds
 
 
 def write_small_cifar(path):
     """A tiny CIFAR-10: class k is the brightness of the image."""
-    generator = np.random.default_rng(0)
+    generator, folder = np.random.default_rng(0), path / "cifar-10-batches-py"
+    folder.mkdir()
     for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
         count = 500 if name == "test_batch" else 26
         labels = generator.integers(0, 10, count)
         data = (25 * labels[:, None] + generator.integers(0, 20, (count, 3072))).astype(np.uint8)
-        write(path / "cifar-10-batches-py", name, {b"data": data, b"labels": labels.tolist()})
+        (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=4))
 
 
 @pytest.fixture
@@ -41,40 +37,6 @@ def folder(tmp_path):
     """The tiny CIFAR-10."""
     write_small_cifar(tmp_path)
     return tmp_path
-
-
-def test_reader(folder):
-    """Batches one after the other, from the folder or the one around it."""
-    images = load_cifar(folder)
-    assert images.train_x.shape == (130, 3, 32, 32)
-    assert images.train_x.dtype == torch.uint8
-    assert images.test_y.shape == (500,)
-    assert torch.equal(load_cifar(folder / "cifar-10-batches-py").train_x, images.train_x)
-
-
-def test_fine_classes_of_cifar_100(tmp_path):
-    """Asked for by name; one that is none is refused."""
-    batch = {b"data": np.zeros((2, 3072), np.uint8), b"coarse_labels": [0, 1], b"fine_labels": [99, 3]}
-    for name in ("train", "test"):
-        write(tmp_path / "cifar-100-python", name, batch)
-    assert load_cifar(tmp_path, "cifar100").test_y.tolist() == [99, 3]
-    write(tmp_path / "cifar-100-python", "test", {**batch, b"fine_labels": [100, 3]})
-    with pytest.raises(ValueError, match="test: expected classes from 0 to 99, but got 3 to 100"):
-        load_cifar(tmp_path, "cifar100")
-
-
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch evil",)
-
-
-def test_a_pickle_can_run_nothing(folder, tmp_path, monkeypatch):
-    """Anything but arrays and plain values is refused by name and not run."""
-    monkeypatch.chdir(tmp_path)
-    write(folder / "cifar-10-batches-py", "data_batch_3", {b"data": Evil(), b"labels": []})
-    with pytest.raises(ValueError, match=r"data_batch_3: .* it asks for (posix|nt)\.system"):
-        load_cifar(folder)
-    assert not Path("evil").exists()
 
 
 @pytest.mark.slow
@@ -106,19 +68,11 @@ def test_training_and_resuming(folder, shrink, monkeypatch):
     if shrink:  # a price at which some maps close at once, and leave after three epochs
         options |= {"epochs": 5, "lam": 0.3, "gate_learning_rate": 30.0, "shrink": True}
     straight = without_seconds(cifar_wrn.main(Options(**options, out=folder / "straight")))
-    train_epoch = cifar_wrn.CifarRun.train_epoch
-
-    def stopping(run):
-        if len(run.history) == options["epochs"] - 1:
-            assert bool(run.plans) == shrink
-            raise KeyboardInterrupt
-        return train_epoch(run)
-
-    monkeypatch.setattr(cifar_wrn.CifarRun, "train_epoch", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        cifar_wrn.main(Options(**options, out=folder / "resumed"))
-    monkeypatch.undo()
-    assert without_seconds(cifar_wrn.main(Options(**options, out=folder / "resumed", resume=True))) == straight
+    last = options.pop("epochs") - 1
+    is_time = lambda run: len(run.history) == last and bool(run.plans) == shrink  # noqa: E731
+    options = Options(**options, epochs=last + 1, out=folder / "resumed")
+    resumed = stopped_and_resumed(cifar_wrn.main, options, cifar_wrn.CifarRun, is_time, monkeypatch)
+    assert without_seconds(resumed) == straight
     written = {path.name for path in (folder / "straight").iterdir()}
     assert {"metrics.json", "training.png", "checkpoint.pt", "pruned.safetensors"} <= written
     assert json.loads((folder / "straight" / "metrics.json").read_text())["certificate"] < 1e-4

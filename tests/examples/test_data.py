@@ -86,6 +86,18 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
         data.load_mnist(tmp_path / "nowhere")
 
 
+def header(count: int, height: int = 28, width: int = 28) -> bytes:
+    return struct.pack(">4I", 0x803, count, height, width)
+
+
+ZEROS = gzip.compress(bytes(1 << 24))  # 16 MB of them
+
+
+def bomb(start: bytes) -> bytes:
+    """A gzip file of 2 MB that goes on for 2 GB behind its first bytes."""
+    return gzip.compress(start) + 128 * ZEROS
+
+
 IMAGE_BYTES = 16 + TRAIN_SIZE * 784
 WHOLE = idx(np.zeros((TRAIN_SIZE, 28, 28), np.uint8))
 REFUSED = {
@@ -101,11 +113,19 @@ REFUSED = {
     "gzip and more": (TRAIN_IMAGES, gzip.compress(WHOLE) + b"more", "expected a whole gzip file"),
     "gzip of noise": (TEST_IMAGES, bytes([0x1F, 0x8B, 8, *bytes(6), 3]) + b"\xff" * 50, "expected a whole gzip file"),
     "gzip with a wrong checksum": (TRAIN_IMAGES, gzip.compress(WHOLE)[:-8] + bytes(8), "expected a whole gzip file"),
+    "not there": (TRAIN_IMAGES, header(60_000) + b"12", "expected 47040016 bytes for 60000 items, got 18"),
+    "a count": (TRAIN_IMAGES, header(2**32 - 1), "expected 1 to 60000 items, got 4294967295"),
+    "a bomb's count": (TRAIN_IMAGES, bomb(header(2**32 - 1)), "expected 1 to 60000 items, got 4294967295"),
+    "a bomb's shape": (TRAIN_IMAGES, bomb(header(1, 2**31, 2**31)), "(28, 28), got (2147483648, 2147483648)"),
+    "a bomb's start": (TRAIN_IMAGES, bomb(b""), "expected the IDX magic number"),
+    "a bomb's end": (TRAIN_IMAGES, bomb(header(3)), "has trailing bytes: expected 2368 bytes for 3 items, got 2369 or"),
 }
 
 
+@pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_file_is_refused_by_name(folder: Path, case: str) -> None:
+    """No more is read than the items that MNIST may have."""
     name, content, message = REFUSED[case]
     (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)) as refusal:

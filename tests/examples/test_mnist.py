@@ -1,4 +1,4 @@
-"""The main example: what it writes, what it refuses, and that a killed run ends like an uninterrupted one."""
+"""The main example: what it writes, what it refuses, and that a stopped run ends like an uninterrupted one."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from common.networks import mlp
 from mnist import Options
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn.gate import name_gates
-from tests.examples.killing import run_and_kill, without_seconds
+from tests.examples.killing import stopped_and_resumed, without_seconds
 
 KEYS = {
     "test_error_percent",
@@ -28,6 +28,13 @@ KEYS = {
     "seconds",
     "history",
 }
+
+
+def saved(folder):
+    """The network in a run's folder."""
+    plain = mlp((64, 300, 100, 10))
+    name_gates(plain, prefix="net.")
+    return load_compacted(plain, folder / "pruned").network
 
 
 @pytest.mark.parametrize("objective", ["l0", "free_energy", "spike_slab"])
@@ -70,16 +77,6 @@ def test_multiply_adds_under_dropout():
 
 
 @pytest.mark.slow
-def test_kill_and_resume(tmp_path):
-    """Kill -9 during epoch 3 of 6, resume, same metrics to the last bit."""
-    killed = tmp_path / "killed"
-    run_and_kill("import mnist; mnist.main(mnist.Options(epochs=6, out=out))", killed, after=2)
-    resumed = mnist.main(Options(epochs=6, out=killed, resume=True))
-    straight = mnist.main(Options(epochs=6, out=tmp_path / "straight"))
-    assert without_seconds(resumed) == without_seconds(straight)
-
-
-@pytest.mark.slow
 def test_the_default_run(tmp_path):
     """A tenth of the weights, and nothing to find fault with; by chance the error is 90 %."""
     torch.set_num_threads(1)
@@ -111,10 +108,8 @@ def test_retraining_the_compacted_network(tmp_path):
     outputs = []
     for noise in (0.0, 0.1):
         metrics = mnist.main(Options(epochs=3, retrain=2, retrain_noise=noise, out=tmp_path, shrink=True))
-        plain = mlp((64, 300, 100, 10))
-        name_gates(plain, prefix="net.")
         with torch.no_grad():
-            outputs.append(load_compacted(plain, tmp_path / "pruned").network(images.test_x))
+            outputs.append(saved(tmp_path)(images.test_x))
         error = 100 * float((outputs[-1].argmax(-1) != images.test_y).float().mean())
         assert metrics["retrained_error_percent"] == pytest.approx(error)
     assert not torch.allclose(*outputs)
@@ -137,10 +132,7 @@ def test_a_target_is_met_with_nothing_else_to_choose(target_of, shrink, tmp_path
     assert metrics["target"]["undecided"] <= 0.05
     plans = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["state"]["shrinker"]
     assert (plans is not None and len(plans["plans"]) > 0) == shrink
-    plain = mlp((64, 300, 100, 10))
-    name_gates(plain, prefix="net.")
-    network = load_compacted(plain, tmp_path / "pruned").network
-    assert sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear)) == weights
+    assert sum(layer.weight.numel() for layer in saved(tmp_path).modules() if isinstance(layer, nn.Linear)) == weights
     # Only in the last epochs is the network within the budget.
     assert metrics["history"][0]["architecture"] == [64, 300, 100]
     met = [entry["test_error_percent"] for entry in metrics["history"] if entry[f"{target_of}_left"] <= 0.15 * full]
@@ -164,18 +156,8 @@ def test_stop_and_resume_with_a_target(done, tmp_path, monkeypatch):
     """While the gates still wait, and while the budget falls and units leave: the same metrics to the last bit."""
     options = Options(epochs=7, target=0.2, shrink=True, retrain=0, out=tmp_path)
     straight = mnist.main(dataclasses.replace(options, out=tmp_path / "straight"))
-    train_epoch = mnist.Run.train_epoch
-
-    def stopping(run):
-        if run.steps == done * run.batches:
-            raise KeyboardInterrupt
-        return train_epoch(run)
-
-    monkeypatch.setattr(mnist.Run, "train_epoch", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        mnist.main(options)
-    monkeypatch.undo()
-    resumed = mnist.main(dataclasses.replace(options, resume=True))
+    is_time = lambda run: run.steps == done * run.batches  # noqa: E731
+    resumed = stopped_and_resumed(mnist.main, options, mnist.Run, is_time, monkeypatch)
     assert without_seconds(resumed) == without_seconds(straight)
     assert len(straight["history"]) == 7
 

@@ -1,10 +1,12 @@
-"""Units that stay: at least so many, or a multiple of a number, within the budget all the same."""
+"""Units that stay, at least so many or a multiple of a number, and several budgets at once, which all hold."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.nn import L0Gate, gate_heads, insert_gates
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step
@@ -65,3 +67,58 @@ def test_heads_count_by_their_features():
     assert found == {"self_attn.out_proj.gate": 2, "linear1.1": 8}
     convolutions = nn.Sequential(nn.Conv2d(1, 12, 3), nn.ReLU(), L0Gate(12, dim=1), nn.Flatten(), nn.Linear(48, 2))
     assert gates_in_step(convolutions, torch.zeros(1, 1, 4, 4), 8) == {"2": 8}
+
+
+# Of a convolution of 8 channels on 6 x 6 pixels and layers of 32 and 10 units, with their biases.
+FULL = {"macs": 36 * 8 * 9 + 288 * 32 + 32 * 10, "parameters": 8 * 10 + 289 * 32 + 33 * 10}
+
+
+def convolutional():
+    convolution = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*convolution, nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def counted(network):
+    """Multiply-adds of an image by torch's counter of operations, and the sizes of the tensors, over all of them."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(X[:1])
+    found = {"macs": counter.get_total_flops() / 2, "parameters": sum(p.numel() for p in network.parameters())}
+    return {name: number / FULL[name] for name, number in found.items()}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"macs": 0.3, "parameters": 0.5}, {"macs": 0.9, "parameters": 0.3}, {"macs": 0.3, "parameters": 0.9}],
+)
+def test_all_hold(limits):
+    """The report says what is counted, as a share of the whole network."""
+    assert counted(convolutional()) == {"macs": 1.0, "parameters": 1.0}
+    result = run(convolutional(), limits, epochs=4)
+    left = counted(result.network)
+    assert all(left[name] <= limit for name, limit in limits.items())
+    assert dict(result.report.target.fraction) == pytest.approx(left, rel=1e-5)  # float32
+
+
+def units(gates):
+    return gates["4.1"].sum()
+
+
+@pytest.mark.parametrize(
+    ("budget", "cost", "words"),
+    [
+        ({"macs": 0.5}, "parameters", r"got \['macs'\] and none for \['parameters'\]"),
+        ({"macs": 0.5}, {"units": units}, r"got \['macs'\] and none for \['units'\]"),
+        ({"macs": 0.5}, units, r"got \['macs'\] and none for \['a function'\]; .* cost={name: cost}"),
+        ({"macs": 0.5, "flops": 0.4}, "macs", r"of macs, weights, parameters, with a budget.*\['macs', 'flops'\]"),
+    ],
+)
+def test_a_cost_without_a_budget_is_refused(budget, cost, words):
+    """And a budget without a cost: nothing that was asked for is passed over. What the message advises is taken."""
+    gated = insert_gates(convolutional(), {"4": L0Gate(32)}, X[:2])
+    for refused in (
+        lambda: run(convolutional(), budget, cost=cost),
+        lambda: NetworkBudget(gated, X[:2], budget, cost),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refused()
+    NetworkBudget(gated, X[:2], {"macs": 0.5, "units": 0.5}, {"units": units})

@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.nn import L0Gate
-from pyro_l0.nn.engine import record
 from pyro_l0.nn.gate import GateLayer
 from pyro_l0.pruning import Training
-from pyro_l0.pruning.insertion_points import put_gates
 from pyro_l0.pruning.phases import BatchLoss, Phase
-from tests.pruning.networks import Mlp, X, Y, prune_with, same
+from tests.networks import Net
+from tests.pruning.networks import Mlp, X, Y, prune_with, same, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 
@@ -166,36 +165,17 @@ def test_a_network_that_has_gates(gate):
     assert not network._forward_hooks
 
 
-class Block(Mlp):
-    """Computes its hidden layers again for the gradient, if asked to."""
-
-    def __init__(self, is_checkpointed):
-        super().__init__(dropout=0.1)
-        self.relu, self.is_checkpointed = nn.ReLU(), is_checkpointed
-
-    def forward(self, images):
-        x = images.flatten(1)
-        return self.last(checkpoint(self.hidden, x, use_reentrant=False) if self.is_checkpointed else self.hidden(x))
-
-    def hidden(self, x):
-        return self.second(self.dropout(self.relu(self.first(x))))
-
-
 def test_a_network_with_checkpointed_blocks():
-    """It has the draws and the gradients of one that keeps its activations, and is pruned as well."""
-    found = []
-    for is_checkpointed in (False, True):
-        torch.manual_seed(0)
-        block = Block(is_checkpointed)
-        network = put_gates(block, record(block, X[:2]), None, lambda *_: True).network
-        network.double().train()
-        outputs = network(X[:40].double())
-        gradients = torch.autograd.grad(F.cross_entropy(outputs, Y[:40]), [*network.parameters()])
-        found.append([outputs.detach(), *gradients])
-    assert len(found[0]) == 1 + 6 + 2  # of weights and of two gates
-    torch.testing.assert_close(*found)
-    assert all(value.abs().max() > 0 for value in found[0])
-    left, full = pruned(Block(True)).report.left["macs"]
+    """It is pruned as any other; tests/nn/test_recompute.py has its draws and gradients."""
+
+    class Checkpointed(Mlp):
+        def forward(self, images):
+            return self.last(checkpoint(self.hidden, images.flatten(1), use_reentrant=False))
+
+        def hidden(self, x):
+            return self.second(self.dropout(F.relu(self.first(x))))
+
+    left, full = pruned(Checkpointed(dropout=0.1)).report.left["macs"]
     assert left <= 0.4 * full
 
 
@@ -233,38 +213,28 @@ class TestBatches:
     def test_several_inputs(self, nested):
         """Side by side before the targets, or in a tuple of their own, of which collating makes a list."""
 
-        class Two(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.left, self.right, self.out = nn.Linear(64, 16), nn.Linear(3, 16), nn.Linear(16, 10)
+        def both(net, image, more):
+            return net.out(F.relu(net.left(image.flatten(1)) + net.right(more)))
 
-            def forward(self, image, more):
-                return self.out(F.relu(self.left(image.flatten(1)) + self.right(more)))
-
+        network = Net(both, left=nn.Linear(64, 16), right=nn.Linear(3, 16), out=nn.Linear(16, 10))
         more = torch.randn(320, 3)
         data = [((x, m), y) if nested else (x, m, y) for x, m, y in zip(X, more, Y, strict=True)]
-        result = pruned(Two(), DataLoader(data, 40), example=(X[:2], more[:2]))
-        assert type(result.network) is Two
+        assert pruned(network, DataLoader(data, 40), example=(X[:2], more[:2])).report.target.of_budget <= 1
 
     @pytest.mark.parametrize("is_dict", [False, True])
     def test_keywords(self, is_dict):
         """A dict, or another mapping, goes into the network whole, and to the loss as targets."""
 
-        class WithLoss(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = Mlp()
-
-            def forward(self, images, labels=None):
-                outputs = self.inner(images)
-                return {"outputs": outputs, "loss": None if labels is None else F.cross_entropy(outputs, labels)}
+        def with_loss(net, images, labels=None):
+            outputs = net.inner(images)
+            return {"outputs": outputs, "loss": None if labels is None else F.cross_entropy(outputs, labels)}
 
         class Batch(dict if is_dict else UserDict):
             pass
 
         batches = [Batch(images=X[i : i + 40], labels=Y[i : i + 40]) for i in range(0, 320, 40)]
-        result = pruned(WithLoss(), batches, lambda outputs, batch: outputs["loss"], example={"images": X[:2]})
-        assert result.report.target.of_budget <= 1
+        network, loss = Net(with_loss, inner=Mlp()), lambda outputs, batch: outputs["loss"]
+        assert pruned(network, batches, loss, example={"images": X[:2]}).report.target.of_budget <= 1
 
 
 def test_several_draws_of_the_same_seed_and_a_loss_of_another_scale():
@@ -294,23 +264,27 @@ def test_progress_and_history(capsys):
 
 
 def test_nothing_is_said_of_a_healthy_run():
-    """No warning where a trained network had enough steps and fine units."""
+    """No warning where a trained network had enough steps and fine units; its errors are those of the report."""
     torch.manual_seed(0)
     x = torch.randn(1200, 8)
     y = x[:, 0] * x[:, 1] + 0.3 * torch.randn(1200)
     network = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
-    optimiser = torch.optim.Adam(network.parameters(), 1e-2)
-    for _ in range(300):
-        optimiser.zero_grad()
-        F.mse_loss(network(x[:800]), y[:800]).backward()
-        optimiser.step()
+    train(network, [(x[:800], y[:800])], 300, F.mse_loss, 1e-2)
+
+    def error(net):
+        assert not net.training
+        assert not torch.is_grad_enabled()
+        return float(F.mse_loss(net(x[800:]), y[800:]))
+
     loader = DataLoader(TensorDataset(x[:800], y[:800]), 50, shuffle=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        error = lambda net: float(F.mse_loss(net(x[800:]), y[800:]))  # noqa: E731
         result = prune(network, F.mse_loss, loader, x[:2], 0.5, epochs=25, training=Training(evaluate=error))
     assert result.report.notes == ()
     assert result.network[0].out_features == 32
+    with torch.no_grad():
+        assert (result.report.dense, result.report.end) == (error(network.eval()), error(result.network))
+    assert "as given" in str(result.report)
 
 
 @pytest.mark.parametrize(("batches", "after"), [(20, 5), (400, 100), (450, 150), (600, 210), (2000, 700)])

@@ -13,14 +13,11 @@ from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.nn import L0Gate
 from pyro_l0.pruning.result import notes_on
 from tests.networks import Net
-from tests.pruning.networks import BATCHES, Mlp, X, Y, prune_with
+from tests.pruning.networks import BATCHES, Mlp, X, Y, prune_with, train
 
 
 def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], budget=0.4, epochs=3, **options):
     return prune_with(Mlp() if network is None else network, loss, data, example, budget, epochs=epochs, **options)
-
-
-few_steps = pytest.mark.filterwarnings("ignore:24 steps are few")
 
 
 class Stream(IterableDataset):
@@ -30,16 +27,18 @@ class Stream(IterableDataset):
         return iter(BATCHES)
 
 
-class Literal(Mlp):
-    """The size of the first layer is written into the code; the second one may shrink."""
-
-    def forward(self, images):
-        h = F.relu(self.first(images.flatten(1))).reshape(-1, 4, 8)
-        return self.last(F.relu(self.second(h.reshape(-1, 32))))
-
-
 REFUSED = {
     "no network": (dict(network=F.relu), TypeError, "network to be a torch.nn.Module"),
+    "a compiled network": (dict(network=torch.compile(Mlp())), TypeError, "OptimizedModule.*give network._orig_mod"),
+    "a parallel network": (dict(network=nn.DataParallel(Mlp())), TypeError, "a DataParallel.*give network.module"),
+    "a frozen network": (dict(network=Mlp().requires_grad_(False)), ValueError, "empty parameter list"),
+    "an optimiser of other parameters": (
+        dict(make_optimiser=lambda _: torch.optim.SGD(Mlp().parameters(), 0.1)),
+        ValueError,
+        "optimiser of the parameters that it is given.*copy of the network",
+    ),
+    "a file in no folder": (dict(checkpoint="no/run.pt"), FileNotFoundError, "No such file or directory"),
+    "no file": (dict(resume=True), ValueError, "checkpoint to resume from"),
     "no insertion point": (
         dict(network=Net(lambda net, x: net.only(x.flatten(1)), only=nn.Linear(64, 10))),
         ValueError,
@@ -121,19 +120,6 @@ def test_refusals(name):
         pruned(**options)
 
 
-def test_networks_and_optimisers_of_another_kind():
-    """A wrapped or a frozen network, and an optimiser of other parameters than those that are trained."""
-    network = Mlp()
-    with pytest.raises(ValueError, match=r"optimiser of the parameters that it is given.*copy of the network"):
-        pruned(network, make_optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
-    with pytest.raises(TypeError, match=r"got a OptimizedModule around it; give network\._orig_mod"):
-        pruned(torch.compile(Mlp()))
-    with pytest.raises(TypeError, match=r"got a DataParallel around it; give network\.module"):
-        pruned(nn.DataParallel(Mlp()))
-    with pytest.raises(ValueError, match="empty parameter list"):
-        pruned(Mlp().requires_grad_(False))
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("epoch", [2, 5])
 def test_a_loss_that_is_not_finite(tmp_path, epoch):
@@ -173,29 +159,15 @@ def test_weights_that_are_not_finite():
         pruned(make_optimiser=lambda parameters: Spoiling(parameters, 0.01))
 
 
-def trained(network, steps=150):
-    """A network that has learned the digits somewhat."""
-    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        F.cross_entropy(network(X), Y).backward()
-        optimiser.step()
-    return network
-
-
-def error(network):
-    return float((network(X).argmax(1) != Y).float().mean())
-
-
 def test_few_steps_are_reported():
     with pytest.warns(UserWarning, match="24 steps are few.*300") as caught:
-        result = prune(trained(Mlp()), F.cross_entropy, BATCHES, X[:2], epochs=3)
+        result = prune(train(Mlp(), [(X, Y)], 150), F.cross_entropy, BATCHES, X[:2], epochs=3)
     assert {str(warning.message) for warning in caught} <= set(result.report.notes)
     assert caught[0].filename == __file__
     assert "24 steps are few" in str(result.report)
 
 
-@few_steps
+@pytest.mark.filterwarnings("ignore:24 steps are few")
 def test_a_network_that_looks_untrained():
     """Unless it is said to be; a trained one does not look so."""
     with pytest.warns(UserWarning, match="looks untrained.*pretrained=False"):
@@ -204,7 +176,7 @@ def test_a_network_that_looks_untrained():
     assert not any("untrained" in note for note in result.report.notes)
     assert result.report.skipped["last"] == "it makes the network's output"
     assert not result.plan.gates.keys() & result.report.skipped.keys()
-    assert not any("untrained" in note for note in pruned(trained(Mlp())).report.notes)
+    assert not any("untrained" in note for note in pruned(train(Mlp(), [(X, Y)], 150)).report.notes)
 
 
 def test_several_targets():
@@ -237,12 +209,7 @@ def test_units_that_take_much_and_minima():
         open={"first.1": (3, 32)},
     )
     notes = notes_on(reached, 0.07, 400, False, (0.02, 0.5), {"stem": "its size is written into code"})
-    expected = {
-        "largest unit takes 7.0%": False,
-        "first.1": False,
-        "was 0.02 and is 0.5": True,
-        "'stem'": True,
-    }
+    expected = {"largest unit takes 7.0%": False, "first.1": False, "was 0.02 and is 0.5": True, "'stem'": True}
     for words, is_warning in expected.items():
         assert [note.is_warning for note in notes if words in note.text] == [is_warning]
     healthy = notes_on(reached, 0.01, 400, False, (-0.98, -0.97), {})

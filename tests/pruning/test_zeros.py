@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 from pyro_l0.compaction import compact_zeros, load_compacted
 from pyro_l0.nn import L0Gate, fix_gates
 from tests.engine.zoo import ZOO, call, sites
+from tests.networks import Net
 
 X = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(3, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -99,15 +100,10 @@ def test_single_zeros_change_nothing_and_warn():
     assert shapes(small) == shapes(mlp())
 
 
-def convolutions(padding=0):
-    body = nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=padding)
-    return drawn(nn.Sequential(*body, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(2), nn.Linear(16 << padding, 1)))
-
-
 def test_zero_filters_and_zero_scales_of_batch_norm():
     """Filters 0 and 3 become what the norm and ReLU make of zeros; the scale of channel 5 is zero."""
-    network = convolutions()
-    network[7] = drawn(nn.Linear(4, 1))
+    body = nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+    network = drawn(nn.Sequential(*body, nn.ReLU(), nn.Flatten(2), nn.Linear(4, 1)))
     zero(network[0].weight, 0, 3)
     zero(network[1].weight, 5)
     small = compacted(network, IMAGES)
@@ -143,23 +139,17 @@ def test_groups_of_a_convolution(groups):
     assert (small[0].out_channels, small[3].in_channels) == (left, left)
 
 
-class Residual(nn.Module):
+def residual(net, x):
     """Two layers write a stream that a norm and a layer read."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.first, self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 8)
-        self.norm, self.last = norm, nn.Linear(8, 2)
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.last(self.norm(x + self.down(self.up(x).relu())))
+    x = net.first(x)
+    return net.last(net.norm(x + net.down(net.up(x).relu())))
 
 
 @pytest.mark.parametrize("norm", [nn.Identity(), nn.LayerNorm(8), nn.RMSNorm(8)])
 def test_a_stream_loses_units_that_no_layer_writes_or_no_layer_reads(norm):
     """Units 2 and 5 are zero in one writer alone; unit 0 in both, and unit 7 is not read."""
-    network = drawn(Residual(copy.deepcopy(norm)))
+    layers = {"first": nn.Linear(4, 8), "up": nn.Linear(8, 6), "down": nn.Linear(6, 8), "last": nn.Linear(8, 2)}
+    network = drawn(Net(residual, norm=copy.deepcopy(norm), **layers))
     for x in (network.first.weight, network.first.bias):
         zero(x, 0, 2)
     for x in (network.down.weight, network.down.bias):
@@ -186,8 +176,14 @@ def test_zero_heads_of_torch_attention_and_of_an_encoder():
     assert small.linear1.out_features == 11
 
 
+def attention(net, x):
+    """Four heads of two features."""
+    q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (net.query, net.key, net.value))
+    return net.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 def test_zero_heads_of_written_attention():
-    network = drawn(Attention())
+    network = drawn(Net(attention, **{name: nn.Linear(8, 8) for name in ("query", "key", "value", "out")}))
     for layer, rows in ((network.value, (2, 3)), (network.query, (0, 1))):  # a head, and the queries of another
         zero(layer.weight, *rows)
         zero(layer.bias, *rows)
@@ -195,30 +191,11 @@ def test_zero_heads_of_written_attention():
     assert shapes(small) == {name: (8, 6) if name == "out.weight" else (6, 8) for name in shapes(network)}
 
 
-class Attention(nn.Module):
-    """Four heads of two features."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 def test_zeros_that_the_code_does_not_run_without_stay():
     """It has the number of units of the first layer written in it, but not that of the second."""
 
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 2)
-
-        def forward(self, x):
-            return self.last(self.second(self.first(x).view(-1, 6)).relu())
-
-    network = drawn(Fixed())
+    layers = {"first": nn.Linear(4, 6), "second": nn.Linear(6, 5), "last": nn.Linear(5, 2)}
+    network = drawn(Net(lambda net, x: net.last(net.second(net.first(x).view(-1, 6)).relu()), **layers))
     zero(network.first.weight, 1)
     zero(network.second.weight, 1)
     with pytest.warns(UserWarning, match="The zeros of first.weight stay. Expected the network to run"):
@@ -229,17 +206,12 @@ def test_zeros_that_the_code_does_not_run_without_stay():
 def test_a_scale_of_zeros_has_other_gradients_which_the_certificate_leaves_out():
     """The branch ends in zeros; what the gradient of its scale is depends on the branch, which left."""
 
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 8)
-            self.scale = nn.Parameter(torch.zeros(8))
+    def scaled(net, x):
+        x = net.first(x)
+        return x + net.scale * net.down(net.up(x).relu())
 
-        def forward(self, x):
-            x = self.first(x)
-            return x + self.scale * self.down(self.up(x).relu())
-
-    network = drawn(Scaled())
+    layers = {"first": nn.Linear(4, 8), "up": nn.Linear(8, 6), "down": nn.Linear(6, 8)}
+    network = drawn(Net(scaled, scale=nn.Parameter(torch.zeros(8)), **layers))
     zero(network.scale, *range(8))
     found = compact_zeros(network, X)
     assert torch.equal(found.network(X), network(X))

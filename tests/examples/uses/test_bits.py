@@ -1,9 +1,11 @@
-"""Bits by posterior spread, and rounded networks in files."""
+"""Bits by posterior spread, rounded networks in files, and the program that rounds a pruned network."""
 
 import pytest
 import torch
 from torch import nn
 
+import bayesian_bits
+import mnist
 from common.bits import bit_precision, load_quantised, quantise, save_quantised
 from pyro_l0.bayes import bayesian, plain_network
 
@@ -44,3 +46,26 @@ def test_a_rounded_network_comes_back_from_its_file(tmp_path):
     x = torch.randn(4, 6)
     torch.testing.assert_close(again(x), plain(x), rtol=1e-5, atol=1e-6)
     assert torch.equal(again[0].weight == 0, plain[0].weight == 0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    mnist.main(mnist.Options(epochs=20, out=folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_rounding_keeps_the_weights_and_packs_them(run, tmp_path):
+    rows = bayesian_bits.main(bayesian_bits.Options(run=run, steps=200, out=tmp_path))
+    assert rows["rounded"]["bytes"] == (tmp_path / "rounded.npz.xz").stat().st_size
+    assert rows["rounded"]["weights"] == rows["median"]["weights"] == rows["pruned"]["weights"]
+    assert rows["rounded"]["rate"] > 2 * rows["pruned"]["rate of weights"]
+    assert rows["rounded"]["error, %"] < rows["pruned"]["error, %"] + 20  # of 90 by chance
+
+
+@pytest.mark.slow
+def test_gates_leave_fewer_weights(run, tmp_path):
+    rows = bayesian_bits.main(bayesian_bits.Options(run=run, steps=600, prior_active_prob=0.1, out=tmp_path))
+    assert rows["median"]["weights"] < rows["pruned"]["weights"]
+    assert rows["rounded"]["rate of weights"] == rows["median"]["rate of weights"]

@@ -9,15 +9,6 @@ from causal_graph import Linear, Options, Perceptrons, acyclic, find_graph, rand
 CHAIN = torch.tensor([[0, 1, 0], [0, 0, 1], [0, 0, 0]]).bool()
 
 
-def chain(function):
-    """Data of 0 → 1 → 2."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(500, 3, generator=generator)
-    x[:, 1] += function(x[:, 0])
-    x[:, 2] += function(x[:, 1])
-    return x
-
-
 def test_quick_run(tmp_path, capsys):
     """A printed row and a picture."""
     rows = causal_graph.main(Options(kinds=("linear",), nodes=(3,), steps=5, seeds=(0, 1), out=tmp_path))
@@ -87,14 +78,13 @@ def test_distance_counts_a_turned_edge_once():
 
 
 @pytest.mark.slow
-def test_a_linear_chain_is_found():
-    x = chain(lambda cause: 1.5 * cause)
+@pytest.mark.parametrize(
+    ("kind", "function"), [("linear", lambda cause: 1.5 * cause), ("perceptrons", lambda cause: 3 * torch.tanh(cause))]
+)
+def test_a_chain_is_found(kind, function):
+    """0 → 1 → 2, from its data."""
+    x = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    x[:, 1] += function(x[:, 0])
+    x[:, 2] += function(x[:, 1])
     torch.manual_seed(0)
-    assert torch.equal(find_graph("linear", x, 2000), CHAIN)
-
-
-@pytest.mark.slow
-def test_a_curved_chain_is_found():
-    x = chain(lambda cause: 3 * torch.tanh(cause))
-    torch.manual_seed(0)
-    assert torch.equal(find_graph("perceptrons", x, 2000), CHAIN)
+    assert torch.equal(find_graph(kind, x, 2000), CHAIN)

@@ -1,56 +1,17 @@
-"""Data files that unfold, announce or reserve more than they should are refused before memory is taken for them."""
+"""The CIFAR reader: what it returns, and each batch that it refuses before a call or memory that a pickle asks for."""
 
-import gzip
+import os
 import pickle
 import struct
-import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from common import cifar, data
+from common import cifar
 
-ZEROS = gzip.compress(bytes(1 << 24))  # 16 MB of them
-MOST = 80_000_000  # bytes that may be taken
-
-
-@pytest.fixture(autouse=True)
-def memory():
-    """No case takes more than a file of MNIST does."""
-    tracemalloc.start()
-    yield
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < MOST
-
-
-def bomb(start):
-    """A gzip file of 2 MB that goes on for 2 GB behind its first bytes."""
-    return gzip.compress(start) + 128 * ZEROS
-
-
-def header(count, height=28, width=28):
-    return struct.pack(">4I", 0x803, count, height, width)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (bomb(header(3)), "has trailing bytes: expected 2368 bytes for 3 items, got 2369 or more"),
-        (bomb(header(2**32 - 1)), "expected 1 to 60000 items, got 4294967295"),
-        (bomb(header(1, 2**31, 2**31)), r"expected items of shape \(28, 28\), got \(2147483648, 2147483648\)"),
-        (bomb(b""), "expected the IDX magic number"),
-        (header(2**32 - 1), "expected 1 to 60000 items, got 4294967295"),
-        (header(60_000) + b"12", "is truncated: expected 47040016 bytes for 60000 items, got 18"),
-    ],
-    ids=["bomb", "count", "shape", "start", "plain count", "truncated"],
-)
-def test_idx_files_that_unfold_or_announce_too_much(content, message, tmp_path):
-    """No more is read than the items that MNIST may have."""
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, 1) + b"0")
-    with pytest.raises(ValueError, match=f"train-images-idx3-ubyte.* ?{message}"):
-        data.load_mnist(tmp_path)
+pytestmark = pytest.mark.usefixtures("little_memory")
 
 
 class Call:
@@ -107,17 +68,41 @@ def test_every_protocol_of_pickle_is_read(protocol):
         assert classes.tolist() == [3, 9]
 
 
+def test_a_pickle_can_run_nothing(tmp_path, monkeypatch):
+    """Anything but arrays and plain values is refused by name and not run."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^train_1: .* it asks for (posix|nt)\.system"):
+        cifar.read_batch(batch(Call(os.system, "touch evil")), "train_1")
+    assert not Path("evil").exists()
+
+
 def test_batches_of_other_classes_or_sizes(tmp_path, monkeypatch):
-    """Refused by the file's name; the size before a byte is read."""
-    names = [file for part in cifar.FILES["cifar10"] for file in part]
-    for k, name in enumerate(names):
-        (tmp_path / name).write_bytes(batch(labels=[k, 9 - k]))
-    found = cifar.load_cifar(tmp_path)
-    assert found.train_y.tolist() == [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
-    assert found.test_y.tolist() == [5, 4]
-    (tmp_path / "data_batch_3").write_bytes(batch(labels=[1, 10]))
+    """From the folder or the one around it; refused by the file's name, the size before a byte is read."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for k, name in enumerate(file for part in cifar.FILES["cifar10"] for file in part):
+        (folder / name).write_bytes(batch(labels=[k, 9 - k]))
+    for path in (tmp_path, folder):
+        found = cifar.load_cifar(path)
+        assert found.train_y.tolist() == [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
+        assert found.test_y.tolist() == [5, 4]
+    assert found.train_x.shape == (10, 3, 32, 32)
+    assert found.train_x.dtype == torch.uint8
+    (folder / "data_batch_3").write_bytes(batch(labels=[1, 10]))
     with pytest.raises(ValueError, match=r"data_batch_3: expected classes from 0 to 9, but got 1 to 10"):
         cifar.load_cifar(tmp_path)
     monkeypatch.setattr(cifar, "LARGEST_BATCH", 5000)
     with pytest.raises(ValueError, match=r"data_batch_1: expected a batch of at most 5000 bytes"):
         cifar.load_cifar(tmp_path)
+
+
+def test_fine_classes_of_cifar_100(tmp_path):
+    """Asked for by name; one that is none is refused."""
+    images = np.zeros((2, 3072), np.uint8)
+    for name, first in (("train", 99), ("test", 99), ("test", 100)):
+        content = {b"data": images, b"coarse_labels": [0, 1], b"fine_labels": [first, 3]}
+        (tmp_path / name).write_bytes(pickle.dumps(content, protocol=4))
+        if first == 99 and name == "test":
+            assert cifar.load_cifar(tmp_path, "cifar100").test_y.tolist() == [99, 3]
+    with pytest.raises(ValueError, match="test: expected classes from 0 to 99, but got 3 to 100"):
+        cifar.load_cifar(tmp_path, "cifar100")
