@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,8 +13,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.fx import GraphModule
-from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateSupport, find_gate
@@ -46,7 +45,8 @@ def recorded_with_slope(function: Function, example: Tensor, other: Tensor) -> F
         return torch.cat((value.detach().unsqueeze(0), torch.autograd.grad(value, x)[0]))
 
     try:
-        record = _with_constants_folded(make_fx(with_slope)(example))
+        record: GraphModule = make_fx(with_slope)(example)
+        _fold_constants(record)
         same = torch.allclose(record(other), with_slope(other), rtol=1e-4, atol=1e-4, equal_nan=True)
     except Exception:  # whatever the recorder does not know: the function itself then says what is wrong with it
         return function
@@ -68,13 +68,24 @@ class _WithSlope(torch.autograd.Function):
         return out * slope, None
 
 
-def _with_constants_folded(record: GraphModule) -> GraphModule:
-    """Compute but once what does not depend on an argument, such as the prior of gates of a fixed rate."""
-    if any(node.is_impure() for node in record.graph.nodes if node.op == "call_function"):
-        return record  # a constant may be written to
-    with warnings.catch_warnings():  # torch warns of attributes that it sets later
-        warnings.simplefilter("ignore", UserWarning)
-        return split_const_subgraphs(record)
+@torch.no_grad()
+def _fold_constants(record: GraphModule) -> None:
+    """Compute now what does not depend on an argument, such as the prior of gates of a fixed rate."""
+    operations = [node for node in record.graph.nodes if node.op == "call_function"]
+    if any(node.target._schema.is_mutable for node in operations if isinstance(node.target, torch._ops.OpOverload)):
+        return  # a constant may be written to
+    known = {node: getattr(record, str(node.target)) for node in record.graph.nodes if node.op == "get_attr"}
+    for node in operations:
+        if not node.all_input_nodes or all(given in known for given in node.all_input_nodes):
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = value = node.target(*args, **kwargs)
+            if isinstance(value, Tensor) and any(user not in known for user in node.users):
+                name = f"_folded_{node.name}"
+                record.register_buffer(name, value)
+                with record.graph.inserting_before(node):
+                    node.replace_all_uses_with(record.graph.get_attr(name))
+    record.graph.eliminate_dead_code()
+    record.recompile()
 
 
 MOST_GATES = 12  # 4,096 values of the gates in every evaluation
