@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -59,19 +61,19 @@ class CollapsedQuadratic:
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
         """Log odds of every gate given the others, from those of the prior; z are zeros and ones, shape ``(S, G)``."""
-        factors, _ = self.conditionals(z)
-        return factors + prior_logits.to(factors)
+        factors = self.log_bayes_factors(z)
+        return factors.add_(prior_logits.to(factors))
 
-    def conditionals(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Log Bayes factors of all gates given the others, shape ``(S, G)``, and log evidence, shape ``(S,)``."""
+    def log_bayes_factors(self, z: Tensor) -> Tensor:
+        """Of every gate given the others, shape ``(S, G)``."""
         on = self.on(z)
-        parts = [self._conditionals(z[batch], on[batch], batch) for batch in self._batches(on, on.shape[1])]
-        factors, evidence = map(torch.cat, zip(*parts, strict=True))
-        return factors, evidence
+        batches = self._batches(on, on.shape[1])
+        parts = [self._log_bayes_factors(_picked(z, batch), _picked(on, batch), batch) for batch in batches]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def of_parts(self, z: Tensor, parts: Tensor) -> PartConditionals:
         """The same for some parts of the design's elements, shape ``(S, c)``, and for the gates that are open."""
-        design, every = self.quadratic, slice(None)
+        design, every = self.quadratic, _EVERY
         assert isinstance(design, DesignQuadratic)
         open_ = self._open(self.on(z), every)
         gates, valid = design.members[parts].flatten(1), design.valid[parts].flatten(1)
@@ -87,7 +89,6 @@ class CollapsedQuadratic:
             torch.cat([valid, elsewhere], 1),
             torch.cat([is_open, elsewhere], 1),
             torch.cat([factors, of_open], 1),
-            open_.log_evidence,
         )
 
     def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,37 +124,41 @@ class CollapsedQuadratic:
 
     def _batches(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
         """Batches of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
+        if on.numel() * (width or on.shape[1]) <= BATCH:
+            return iter([_EVERY])
         most = max(int(on.sum(1).max()), 1) if len(on) else 1
         size = max(1, BATCH // (most * (width or most)))
         return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
 
+    @cached_property
+    def _every_element(self) -> _Elements:
+        return _Elements.of(self._linear, self._scale, self._root, self.quadratic.diagonal)
+
     def _elements(self, batch: slice) -> _Elements:
-        linear, scale, root = (_picked(x, batch) for x in (self._linear, self._scale, self._root))
-        unit = scale * root
-        return _Elements(unit, linear * root * unit, self.quadratic.diagonal * unit.square())
+        return _Elements(*(_picked(x, batch) for x in self._every_element))
 
     def _elements_at(self, index: Tensor, batch: slice) -> _Elements:
         linear, scale = (_at(_picked(x, batch), index) for x in (self._linear, self._scale))
-        root = _picked(self._root, batch)
-        unit = scale * root
-        return _Elements(unit, linear * root * unit, self.quadratic.diagonal[index] * unit.square())
+        return _Elements.of(linear, scale, _picked(self._root, batch), self.quadratic.diagonal[index])
 
     def _open(self, on: Tensor, batch: slice) -> _Open:
         index, valid = open_positions(on)
-        unit, linear = (x * valid for x in self._elements_at(index, batch)[:2])
-        eye = torch.eye(index.shape[1]).to(unit)
-        precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :]
-        precision = precision + eye * (1 + _rounding(precision))
+        linear, scale = (_at(_picked(x, batch), index) for x in (self._linear, self._scale))
+        root = _picked(self._root, batch)
+        unit = scale * root * valid
+        precision = (self.quadratic.blocks(index) * unit[:, :, None]).mul_(unit[:, None, :])
+        precision.diagonal(dim1=1, dim2=2).add_(1 + _rounding(precision))
+        eye = torch.eye(index.shape[1], dtype=unit.dtype, device=unit.device)
         inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
-        return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
+        return _Open(index, valid, unit, inverse, _product(inverse, linear * root * unit))
 
-    def _conditionals(self, z: Tensor, on: Tensor, batch: slice) -> tuple[Tensor, Tensor]:
+    def _log_bayes_factors(self, z: Tensor, on: Tensor, batch: slice) -> Tensor:
         open_ = self._open(on, batch)
         if self._groups is None:
-            return _log_integral(*self._slab(open_, batch)), open_.log_evidence
+            factors = _log_integral(*_closed(open_, self._elements(batch), self.quadratic.rows(open_.index)))
+            return open_.placed(_log_integral(*open_.alone()), out=factors)
         elements, cross, rest = self._rest(open_, batch)
-        factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
-        return factors, open_.log_evidence
+        return self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
 
     def _rest(self, open_: _Open, batch: slice) -> tuple[_Elements, Tensor, Tensor]:
         """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
@@ -185,7 +190,6 @@ class PartConditionals(NamedTuple):
     valid: Tensor  # where there is no padding and no repetition
     open: Tensor  # which are open
     factors: Tensor
-    log_evidence: Tensor  # shape (S,)
 
 
 class _Elements(NamedTuple):
@@ -194,6 +198,12 @@ class _Elements(NamedTuple):
     unit: Tensor
     linear: Tensor
     diagonal: Tensor
+
+    @staticmethod
+    def of(linear: Tensor, scale: Tensor, root: Tensor, diagonal: Tensor) -> _Elements:
+        """From b, the slabs' scales, the root of the factor and the diagonal of A."""
+        unit = scale * root
+        return _Elements(unit, linear * root * unit, diagonal * unit.square())
 
 
 @dataclass(frozen=True)
@@ -223,27 +233,27 @@ class _Open:
 
     def coloured(self, x: Tensor) -> Tensor:
         """L'^-1 x."""
-        return (x[:, None, :] @ self.inverse).squeeze(1)
+        return _product(self.inverse.mT, x)
 
     def placed(self, values: Tensor, out: Tensor) -> Tensor:
         """Put values of the open elements into ``out``, of shape ``(S, p)``."""
-        chain, _ = self.valid.nonzero(as_tuple=True)
-        out[chain, self.index[self.valid]] = values[self.valid]
+        chain, slot = self.valid.nonzero(as_tuple=True)
+        out[chain, self.index[chain, slot]] = values[chain, slot]
         return out
 
 
 def _left(open_: _Open, elements: _Elements, rows: Tensor) -> tuple[Tensor, Tensor]:
     """L^-1 t A for the rows of A of the open elements, shape ``(S, k, w)``, and the linear term that they leave."""
-    cross = (open_.inverse * open_.unit[:, None, :]) @ rows
-    return cross, elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
+    cross = torch.bmm(open_.inverse * open_.unit[:, None, :], rows)
+    return cross, elements.linear - elements.unit * _product(cross.mT, open_.whitened)
 
 
 def _closed(open_: _Open, elements: _Elements, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Precision and linear term of slabs behind closed gates if they open, in units of their scales."""
     cross, rest = _left(open_, elements, rows)
-    explained = elements.unit.square() * cross.square_().sum(1)
+    explained = cross.square_().sum(1).mul_(elements.unit.square())
     # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
-    return (elements.diagonal - explained).clamp(min=0) + 1, rest
+    return (elements.diagonal - explained).clamp_(min=0).add_(1), rest
 
 
 @dataclass(frozen=True)
@@ -299,16 +309,20 @@ class _Groups:
 
 
 def _rounding(matrix: Tensor) -> Tensor:
-    """What to add to the diagonal, so that rounding leaves a matrix definite; shape ``(..., k, 1)``."""
-    k = matrix.shape[-1]
-    return 2 * k * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)[..., None]
+    """What to add to the diagonal, so that rounding leaves a matrix definite; shape ``(..., k)``."""
+    return matrix.diagonal(dim1=-2, dim2=-1) * (2 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps)
+
+
+def _product(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Of S matrices, each with a vector."""
+    return torch.bmm(matrix, vector[:, :, None])[:, :, 0]
 
 
 def _halves(matrix: Tensor, vector: Tensor, valid: Tensor, add: Tensor) -> tuple[Tensor, Tensor]:
     """Halves of v' M^-1 v and of log det M, with ``add`` on the diagonal of M and without invalid rows."""
     both = valid[..., :, None] & valid[..., None, :]
     eye = torch.eye(matrix.shape[-1]).to(matrix)
-    matrix = torch.where(both, matrix + add * eye, eye)
+    matrix = torch.where(both, matrix + add[..., None] * eye, eye)
     root = torch.linalg.cholesky(matrix)
     solved = torch.linalg.solve_triangular(root, (vector * valid)[..., None], upper=False)
     return 0.5 * solved.square().sum((-2, -1)), root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -330,14 +344,18 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
     return x.expand(len(index), -1).gather(1, index)
 
 
+_EVERY = slice(None)
+
+
 def _picked(x: Tensor, chain: slice) -> Tensor:
     """Rows of some chains, where each has its own."""
-    return x if len(x) == 1 else x[chain]
+    return x if len(x) == 1 or chain == _EVERY else x[chain]
 
 
 def _by_chain(name: str, x: Tensor, width: int) -> Tensor:
     """A row for each chain, or one for all."""
-    if not bool(((x > 0) & torch.isfinite(x)).all()):
+    least, most = x.aminmax() if x.numel() else (1.0, 1.0)
+    if not 0 < float(least) <= float(most) < math.inf:
         raise ValueError(f"Expected {name} to be positive and finite, but got {x.flatten()[:5].tolist()}.")
     return x.expand(x.shape[0] if x.dim() == 2 else 1, width)
 

@@ -462,9 +462,7 @@ def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Ten
 def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
     """Indices of the true entries of each row, padded with 0, and which are no padding; at least one column."""
     row, element = on.nonzero(as_tuple=True)
-    count = on.sum(1)
-    slot = torch.arange(len(row), device=on.device) - (count.cumsum(0) - count)[row]
-    index = row.new_zeros(len(on), max(int(count.max()), 1) if len(on) else 1)
-    valid = torch.zeros_like(index, dtype=torch.bool)
-    index[row, slot], valid[row, slot] = element, True
-    return index, valid
+    count = row.bincount(minlength=len(on))
+    slots = torch.arange(max(int(count.max()), 1) if len(on) else 1, device=on.device)
+    valid = slots < count[:, None]
+    return torch.zeros_like(valid, dtype=torch.long).masked_scatter_(valid, element), valid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -89,8 +89,11 @@ class BetaBinomialGates:
             closed, grown = self.beta + weights.sum() - weights - others, self.alpha + others + weights
             opened = torch.lgamma(grown) - torch.lgamma(self.alpha + others)
             return opened - torch.lgamma(closed + weights) + torch.lgamma(closed)
-        others = z.sum(-1, keepdim=True) - _numbers(z if gates is None else z.gather(-1, gates))
-        return torch.log(self.alpha + others) - torch.log(self.beta + (z.shape[-1] - 1 - others))
+        # Beside a closed gate, and beside an open one: two logarithms a vector, in place of two a gate.
+        others = _numbers(z.sum(-1, keepdim=True))
+        others = others - others.new_tensor([0.0, 1.0])
+        odds = torch.log(self.alpha + others) - torch.log(self.beta + (z.shape[-1] - 1 - others))
+        return torch.where((z if gates is None else z.gather(-1, gates)) > 0, odds[..., 1:], odds[..., :1])
 
     def log_prob(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
@@ -273,13 +276,15 @@ def sampled_target(
     warm_up: int,
     adapts: bool = True,
     same_target: bool = True,
+    error: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> GibbsRun:
     """Weighted tempered Gibbs sampling of gates and of hyperparameters beside them.
 
     The gates ``start``, shape ``(chains, G)``, move in place. During the first ``warm_up`` flips, which are left out,
     the ``running`` active probabilities, shape ``(G,)``, follow the chains if ``adapts``. Averages give each chain the
-    same weight where they do not sample the ``same_target``.
+    same weight where they do not sample the ``same_target``. After each quarter as many flips as in the warm-up, the
+    chains end if no active probability has a larger standard ``error``; else after all ``flips``.
 
     With thousands of gates each chain may flip, at a time, those of a random part of them, the probable ones, or
     anchors, and those that are open: the subset sampler of Jankowiak (2023, arXiv:2208.01180) with open gates in
@@ -292,7 +297,13 @@ def sampled_target(
     explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
     steps = _Steps(flips - warm_up, z, target.hyper)
     everyone = torch.arange(len(z), device=z.device)
-    for step in counted(flips, "flips"):
+    bar, look = counted(flips, "flips"), max(warm_up // 4, 1)
+    for step in bar:
+        if error and step > warm_up and (step - warm_up) % look == 0:
+            run = steps.run(step - warm_up, same_target)
+            if float(run.standard_error().max()) <= error:
+                bar.total = step
+                return run
         if adapts and 0 < step <= warm_up and step % max(warm_up // 10, 1) == 0:
             target.set_anchors(running)
         logits = target.logits(z)
@@ -310,7 +321,7 @@ def sampled_target(
             flipped = columns.gates[everyone, flipped]
         z[everyone, flipped] = 1 - z[everyone, flipped]
         target.after_flip(z, flipped, generator)
-    return steps.run(same_target)
+    return steps.run(flips - warm_up, same_target)
 
 
 class Rates(NamedTuple):
@@ -325,10 +336,10 @@ class Rates(NamedTuple):
 
         Log odds of hundreds must not be cut off: the scales move while such a gate is closed, too, by the sum of v.
         """
-        against = torch.where(tried > 0, (1 - 2 * z) * logits, -math.inf)  # log odds of the other value
-        # Gates that are always open have infinite log odds.
+        # Log odds of the other value; gates that are always open have infinite ones.
+        against = torch.where(z > 0, -logits, logits).masked_fill_(tried <= 0, -math.inf)
         most = against.amax(1, keepdim=True).clamp(0, torch.finfo(against.dtype).max)
-        relative = tried * ((-most).exp() + (against.minimum(most) - most).exp())
+        relative = (against - most).clamp_(max=0).exp_().add_((-most).exp()).mul_(tried)
         return Rates(relative, relative.sum(1).log() + most[:, 0])
 
 
@@ -418,8 +429,10 @@ class _Steps:
         self.seen.scatter_add_(1, columns.part[:, None], weight[:, None])
         self.seen[:, -1] += weight
 
-    def run(self, same_target: bool) -> GibbsRun:
-        total = self.weights.sum(0)
+    def run(self, steps: int, same_target: bool) -> GibbsRun:
+        """What the first steps say, which are all so far."""
+        weights = self.weights[:steps]
+        total = weights.sum(0)
         # Weights of chains compare only where the chains sample one distribution, with one unknown constant.
         share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
         if self.seen is None:
@@ -431,9 +444,9 @@ class _Steps:
             by_chain = torch.where(seen > 0, self.active / seen, active_probs)
         # Sums of weights round, to above one where a gate is always open.
         active_probs, by_chain = active_probs.clamp(max=1), by_chain.clamp(max=1)
-        chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
-        weights = (self.weights / total * share).flatten()
-        gates, hyper = self.gates.flatten(0, 1), self.hyper.flatten(0, 1)
+        chain = torch.arange(len(total), device=total.device).repeat(steps)
+        weights = (weights / total * share).flatten()
+        gates, hyper = self.gates[:steps].flatten(0, 1), self.hyper[:steps].flatten(0, 1)
         return GibbsRun(active_probs, by_chain, gates, weights, chain, hyper)
 
 
@@ -450,36 +463,32 @@ def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:
     return probs * (_START / probs.sum()).clamp(max=1.0)
 
 
-# Share of the proposals that a walk in one dimension accepts at its best (Gelman, Roberts and Gilks 1996).
-_ACCEPTED = 0.44
+# Draws of the logarithms of noise and slab scale given gates of zeros and ones, shapes ``(S, G)`` and ``(S, 2)``.
+DrawScales = Callable[[Tensor, _Generator], Tensor]
+_EVERY = 12  # flips from one draw of the scales to the next
 
 
 class ScaleWalk(Target):
     """Gates with the scales of a quadratic log likelihood at noise of scale one: a target of ``sampled_target``.
 
     The chains sample p(z, theta | y) Z(z, theta) with theta, which is ``hyper``, the logarithms of the scales of noise
-    and slabs, shape ``(chains, 2)``, and Z the sum of the rates at which gates are tried. ``every`` few flips one of
-    the ``unknown`` scales is proposed anew, a random step away, and accepted by the ratio of that product. The steps
-    adapt to the accepted share during the warm-up. ``log_density`` is that of theta, with the part of the log
-    likelihood without gates.
+    and slabs, shape ``(chains, 2)``, and Z the sum of the rates at which gates are tried. Every few flips
+    ``draw_scales`` proposes theta anew from p(theta | y, z), and the ratio of Z accepts it; without it, both are known.
     """
 
     def __init__(
         self,
         quadratic: Quadratic,
         prior: IndependentGates | BetaBinomialGates,
-        log_density: Callable[[Tensor], Tensor],
         start: Tensor,
+        draw_scales: DrawScales | None = None,
         *,
-        unknown: Sequence[int] = (0, 1),
         gate_of: Tensor | None = None,
-        every: int = 2,
     ) -> None:
-        self._quadratic, self.prior, self._log_density = quadratic, prior, log_density
-        self._unknown, self._gate_of, self._every = tuple(unknown), gate_of, every
-        self._log_steps = [0.0 for _ in self._unknown]
+        self._quadratic, self.prior, self._draw_scales, self._gate_of = quadratic, prior, draw_scales, gate_of
         self._flips = 0
         self.hyper = start
+        self._here = self.collapsed(start)
         self._design: DesignQuadratic | None = None
         if isinstance(quadratic, DesignQuadratic) and gate_of is None and quadratic.parts > 1:
             self._design = quadratic
@@ -492,8 +501,7 @@ class ScaleWalk(Target):
 
     def logits(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.maths.tempered_gibbs.Target`."""
-        logits, self._log_joint = self._at(self.hyper, z)
-        return logits
+        return self._at(self._here, z)
 
     def set_anchors(self, running: Tensor) -> None:
         """See ``Target``."""
@@ -513,21 +521,14 @@ class ScaleWalk(Target):
         values = z if self.columns is None else self.columns.open.to(z)
         rates = self._rates(tried, values, logits)
         self._flips += 1
-        if not self._unknown or self._flips % self._every:
+        if self._draw_scales is None or self._flips % _EVERY:
             return logits, rates
-        turn = self._flips // self._every
-        which = turn % len(self._unknown)
-        length = torch.tensor(self._log_steps[which]).exp().to(z)
-        theta = self.hyper.clone()
-        theta[:, self._unknown[which]] += length * torch.randn(len(z), generator=generator).to(z)
-        new_logits, log_joint = self._at(theta, z)
+        theta = self._draw_scales(z, generator)
+        new_logits = self._at(self.collapsed(theta), z)
         new_rates = self._rates(tried, values, new_logits)
-        log_ratio = log_joint + new_rates.log_total - self._log_joint - rates.log_total
-        accept = torch.rand(len(z), generator=generator).to(z).log() < log_ratio
+        accept = torch.rand(len(z), generator=generator).to(z).log() < new_rates.log_total - rates.log_total
         self.hyper = torch.where(accept[:, None], theta, self.hyper)
-        if adapts:
-            gain = 2.0 / (1 + turn // len(self._unknown)) ** 0.6
-            self._log_steps[which] += gain * (float(log_ratio.exp().clamp(max=1).mean()) - _ACCEPTED)
+        self._here = self.collapsed(self.hyper)
         relative = torch.where(accept[:, None], new_rates.relative, rates.relative)
         rates = Rates(relative, torch.where(accept, new_rates.log_total, rates.log_total))
         return torch.where(accept[:, None], new_logits, logits), rates
@@ -542,12 +543,10 @@ class ScaleWalk(Target):
             tried = tried + 0.5 * self.columns.times * torch.sigmoid(logits)
         return Rates.of(tried, z, logits)
 
-    def _at(self, theta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Log odds of the gates, and log p(y, theta | z)."""
-        collapsed = self.collapsed(theta)
+    def _at(self, collapsed: CollapsedQuadratic, z: Tensor) -> Tensor:
+        """Log odds of the gates at some scales."""
         if self._design is None:
-            factors, log_evidence = collapsed.conditionals(z)
-            return factors + self.prior.logits(z).to(factors), log_evidence + self._log_density(theta)
+            return collapsed.gibbs_logits(z, self.prior.logits(z))
         design = self._design
         anchors = torch.full_like(self._part, design.parts)
         found = collapsed.of_parts(z, torch.stack([self._part, anchors], 1))
@@ -556,7 +555,7 @@ class ScaleWalk(Target):
         seen = found.valid.clone()
         seen[:, 2 * design.members.shape[1] :] = False
         self.columns = Columns(found.gates, found.open, times.to(z), seen, self._part, design.part_of)
-        return found.factors + self.prior.logits(z, found.gates), found.log_evidence + self._log_density(theta)
+        return found.factors + self.prior.logits(z, found.gates)
 
     @property
     def anchors(self) -> Tensor:

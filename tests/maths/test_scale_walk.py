@@ -25,18 +25,34 @@ def log_density(theta, regression=REGRESSION):
     return -n * noise - 0.5 * rest * (-2 * noise).exp() - 0.5 * noise.square() - 0.5 * (slab + 0.5).square()
 
 
-def expected(nodes, regression=REGRESSION, rate=SPARSE):
-    """Means of the gates and of the logarithms of the scales, by formulas of the test's own regression."""
+def joint(nodes, regression=REGRESSION):
+    """log p(y, theta | z) of all gate vectors at nodes of the scales, by formulas of the test's own regression."""
     every = vectors(regression.x.shape[1])
-    z = every.repeat(len(nodes), 1)
-    theta = nodes.repeat_interleave(len(every), 0)
+    z, theta = every.repeat_interleave(len(nodes), 0), nodes.repeat(len(every), 1)
     evidence = regression.log_evidence(z, theta[:, 1:].exp(), (-2 * theta[:, 0]).exp())
-    weights = torch.softmax(evidence + rate.log_prob(z) + log_density(theta, regression), 0)
-    return weights @ torch.cat([z, theta], 1)
+    return (evidence + log_density(theta, regression)).view(len(every), len(nodes))
 
 
-def sampled(unknown, start):
-    walk = ScaleWalk(REGRESSION.dense(), SPARSE, log_density, start.expand(CHAINS, 2), unknown=unknown)
+def expected(nodes, regression=REGRESSION, rate=SPARSE):
+    """Means of the gates and of the logarithms of the scales."""
+    every = vectors(regression.x.shape[1])
+    weights = torch.softmax((joint(nodes, regression) + rate.log_prob(every)[:, None]).flatten(), 0)
+    return weights @ torch.cat([every.repeat_interleave(len(nodes), 0), nodes.repeat(len(every), 1)], 1)
+
+
+def draws_of_scales(nodes, regression=REGRESSION):
+    """Nodes given gate vectors, which count in binary."""
+    probs = joint(nodes, regression).softmax(1)
+    digits = 2.0 ** torch.arange(regression.x.shape[1] - 1, -1, -1).double()
+
+    def draw(z, generator):
+        return nodes[probs[(z @ digits).long()].multinomial(1, generator=generator)[:, 0]]
+
+    return draw
+
+
+def sampled(nodes, start):
+    walk = ScaleWalk(REGRESSION.dense(), SPARSE, start.expand(CHAINS, 2), draws_of_scales(nodes))
     z = torch.bernoulli(torch.full((CHAINS, 3), 0.3).double(), generator=seeded(1))
     return sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=600, warm_up=100, generator=seeded(2))
 
@@ -46,8 +62,9 @@ def test_averages(unknown):
     """Within five standard errors, which the spread of the chains tells."""
     known = torch.tensor([-0.2, -0.7], dtype=torch.float64)
     axes = [torch.linspace(*RANGES[i]).double() if i in unknown else known[i : i + 1] for i in (0, 1)]
-    exact = expected(torch.cartesian_prod(*axes))
-    run = sampled(unknown, known)
+    nodes = torch.cartesian_prod(*axes)
+    exact = expected(nodes)
+    run = sampled(nodes, known)
     values = torch.cat([run.gates.double(), run.hyper], 1)
     found = run.weights @ values
     by_chain = torch.stack(
@@ -63,19 +80,22 @@ def test_an_effect_beyond_doubt():
     """The tempered chains close its gate every few flips: the scales must not follow, at any log odds."""
     strong = dataclasses.replace(REGRESSION, y=REGRESSION.y + 6 * REGRESSION.x[:, 0])
     start = torch.tensor([-0.2, -0.7], dtype=torch.float64).expand(CHAINS, 2)
-    walk = ScaleWalk(strong.dense(), SPARSE, lambda theta: log_density(theta, strong), start)
+    nodes = torch.cartesian_prod(*[torch.linspace(*axis).double() for axis in RANGES])
+    walk = ScaleWalk(strong.dense(), SPARSE, start, draws_of_scales(nodes, strong))
     z = torch.ones(CHAINS, 3, dtype=torch.float64)
     logits = walk.logits(z)
     assert logits[:, 0].min() > 60
     run = sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=600, warm_up=100, generator=seeded(4))
-    exact = expected(torch.cartesian_prod(*[torch.linspace(*axis).double() for axis in RANGES]), strong)
+    exact = expected(nodes, strong)
     found = run.weights @ torch.cat([run.gates.double(), run.hyper], 1)
     assert ((found - exact).abs() < torch.tensor([1e-6, 0.02, 0.02, 0.02, 0.06])).all(), (found, exact)
 
 
 def test_known_scales_stay():
     start = torch.tensor([-0.2, -0.7], dtype=torch.float64)
-    run = sampled((), start)
+    walk = ScaleWalk(REGRESSION.dense(), SPARSE, start.expand(CHAINS, 2))
+    z = torch.zeros(CHAINS, 3, dtype=torch.float64)
+    run = sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=30, warm_up=10, generator=seeded(2))
     assert torch.equal(run.hyper, start.expand_as(run.hyper))
 
 
@@ -84,11 +104,11 @@ def test_subsets_of_gates(monkeypatch):
     monkeypatch.setattr(pyro_l0.maths.second_order, "_PART", 2)
     regression, rate = Regression.drawn(20, 6, 2, rho=0.9), prior(0.2)
     start = torch.zeros(CHAINS, 2, dtype=torch.float64)
-    walk = ScaleWalk(regression.wide(), rate, lambda theta: log_density(theta, regression), start)
+    nodes = torch.cartesian_prod(*[torch.linspace(low, high, 13).double() for low, high, _ in RANGES])
+    walk = ScaleWalk(regression.wide(), rate, start, draws_of_scales(nodes, regression))
     z, running = torch.zeros(CHAINS, 6, dtype=torch.float64), torch.full((6,), 0.2, dtype=torch.float64)
     run = sampled_target(walk, z, running, flips=400, warm_up=100, generator=seeded(3))
-    axes = [torch.linspace(low, high, 13).double() for low, high, _ in RANGES]
-    exact = expected(torch.cartesian_prod(*axes), regression, rate)
+    exact = expected(nodes, regression, rate)
     error = run.standard_error()
     assert error.max() < 0.02
     assert ((run.active_probs - exact[:6]).abs() < 5 * error).all()
@@ -106,7 +126,7 @@ def test_copies_in_subsets_of_gates(monkeypatch):
     z, running = torch.zeros(CHAINS, 600, dtype=torch.float64), torch.full((600,), 0.002, dtype=torch.float64)
     known = torch.zeros(CHAINS, 2, dtype=torch.float64)
     design = DesignQuadratic(x.T, x.T @ y)
-    walk = ScaleWalk(design, prior(0.002), lambda theta: torch.zeros_like(theta[:, 0]), known, unknown=())
+    walk = ScaleWalk(design, prior(0.002), known)
     run = sampled_target(walk, z, running, flips=300, warm_up=100, adapts=False, generator=generator)
     copies = run.active_probs[:40]
     assert copies.sum() == pytest.approx(1.0, abs=0.1)

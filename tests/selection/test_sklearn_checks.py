@@ -35,7 +35,7 @@ def test_by_scikit_learn(estimator, check):
 @pytest.fixture
 def short_chains(monkeypatch):
     """These promises are about what a fit is given and returns, not about its digits."""
-    monkeypatch.setattr(sampling.Effort, "of", staticmethod(lambda p: sampling.Effort(8, 60, 3)))
+    monkeypatch.setattr(sampling.Effort, "of", staticmethod(lambda p: sampling.Effort(8, 60)))
     for name, value in {"_CHAINS": 8, "_FEWEST": 1, "_ROUNDS": 1}.items():
         monkeypatch.setattr(exact_chains, name, value)
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_l0.maths.second_order import Quadratic, open_positions
 from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.grid import (
     NEGLIGIBLE,
@@ -36,7 +37,7 @@ from pyro_l0.selection.methods.grid import (
 )
 from pyro_l0.selection.problem import Draws, Problem
 
-__all__ = ["GaussianEvidence"]
+__all__ = ["GaussianEvidence", "Spectra"]
 
 _ENTRIES = 2**17  # numbers in the largest array of a step: 512 kB, for which memory is at hand
 # Nodes of an unknown noise scale, where the ratio's are searched and for integrals: as densities close to normal, of so
@@ -45,8 +46,8 @@ _MANY, _CLOSE_TO_NORMAL, _SKEWED = 30, (6, 10), (12, 32)
 _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
 
 
-class _Spectra(NamedTuple):
-    """A batch of m gate vectors with k open gates, and the decompositions of their open blocks."""
+class Spectra(NamedTuple):
+    """A batch of m gate vectors with up to k open gates, and the decompositions of their open blocks."""
 
     rows: Tensor  # which gate vectors, shape (m,)
     open: Tensor  # their open features, shape (m, k)
@@ -54,9 +55,33 @@ class _Spectra(NamedTuple):
     projected: Tensor  # c, shape (m, k)
     vectors: Tensor  # v, in columns, shape (m, k, k)
 
-    def at(self, index: Tensor) -> _Spectra:
+    @staticmethod
+    def of(quadratic: Quadratic, rows: Tensor, features: Tensor, valid: Tensor | None = None) -> Spectra:
+        """Of open features, shape ``(m, k)``; those that are not valid get zeros, which no sum sees."""
+        blocks, linear = quadratic.blocks(features), quadratic.linear[features]
+        if valid is not None:
+            blocks, linear = blocks * (valid[:, :, None] & valid[:, None, :]), linear * valid
+        values, vectors = torch.linalg.eigh(blocks)
+        projected = (vectors.mT @ linear[:, :, None])[:, :, 0]
+        return Spectra(rows, features, values.clamp(min=0), projected, vectors)
+
+    def at(self, index: Tensor) -> Spectra:
         """Those of some gate vectors."""
-        return _Spectra(*(x[index] for x in self))
+        return Spectra(*(x[index] for x in self))
+
+    def sums(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """a(r) and d(r) at log ratios of shape ``(m, R)``."""
+        ratio = (2 * log_ratio).exp()
+        explained, log_det = torch.zeros(2, *ratio.shape, dtype=torch.float64)
+        parts = zip(self.values.split(_FACTORS, 1), self.projected.square().split(_FACTORS, 1), strict=True)
+        for some_values, some_squares in parts:
+            product = torch.ones_like(log_det)
+            for value, square in zip(some_values.T, some_squares.T, strict=True):
+                shrunk = 1 + value[:, None] * ratio
+                explained.addcdiv_(square[:, None].expand_as(shrunk), shrunk)
+                product *= shrunk
+            log_det += product.log_()
+        return explained.mul_(ratio), log_det
 
     def _gains(self, log_ratio: Tensor) -> Tensor:
         """r / (1 + r lambda), shape ``(m, k, R)``, for log ratios of shape ``(m, R)``."""
@@ -79,7 +104,7 @@ class _Spectra(NamedTuple):
         return (self.vectors @ coordinates[:, :, None])[:, :, 0]
 
 
-class GaussianEvidence(GridEvidence[_Spectra]):
+class GaussianEvidence(GridEvidence[Spectra]):
     """Gate vectors of a Gaussian regression with everything else integrated out.
 
     Each has its own grid of the unknown scales, around their mode. A mean square residual counts as at least that of
@@ -131,15 +156,21 @@ class GaussianEvidence(GridEvidence[_Spectra]):
             self.problem.prior.draw_rate(z, generator),
         )
 
-    def _batches(self, z: Tensor) -> Iterator[_Spectra]:
+    def draw_scales(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A draw of the logarithms of noise and slab scale given each gate vector, shape ``(S, 2)``."""
+        batch = Spectra.of(self._quadratic, torch.arange(len(z)), *open_positions(self.problem.switched(z > 0)))
+        log_ratio, log_noise = self._grid(batch, self._nodes(batch)[0], _SKEWED[1]).draw(batch.rows, generator)
+        if self.problem.prior.slab_scale is not None:
+            log_noise = math.log(self.problem.prior.slab_scale) - log_ratio
+        return torch.stack([log_noise, log_ratio + log_noise], 1)
+
+    def _batches(self, z: Tensor) -> Iterator[Spectra]:
         for rows, features in batches_of(
             self.problem.switched(z), lambda k: _ENTRIES // (NODES * max(self._fine, k) + k * k)
         ):
-            values, vectors = torch.linalg.eigh(self._quadratic.blocks(features))
-            projected = (vectors.mT @ self._quadratic.linear[features][:, :, None])[:, :, 0]
-            yield _Spectra(rows, features, values.clamp(min=0), projected, vectors)
+            yield Spectra.of(self._quadratic, rows, features)
 
-    def _nodes(self, batch: _Spectra) -> tuple[Tensor, Tensor]:
+    def _nodes(self, batch: Spectra) -> tuple[Tensor, Tensor]:
         """Of the log ratio."""
         prior = self.problem.prior
         (lowest, highest), (least, most) = prior.slab_range(), self._noise_range()
@@ -159,10 +190,10 @@ class GaussianEvidence(GridEvidence[_Spectra]):
         smallest = math.log(smallest_noise(self._n, self._square_y))
         return smallest - below, 0.5 * math.log(self._square_y / self._n) + above
 
-    def _grid(self, batch: _Spectra, nodes: Tensor, number: int | None = None) -> Grid:
+    def _grid(self, batch: Spectra, nodes: Tensor, number: int | None = None) -> Grid:
         """The grid whose log ratios are given, with so many nodes of an unknown noise scale."""
         prior, n = self.problem.prior, self._n
-        explained, log_det = _sums(batch.values, batch.projected.square(), nodes)
+        explained, log_det = batch.sums(nodes)
         least = n * smallest_noise(n, self._square_y) ** 2 if prior.noise_scale is None else 0.0
         residual = (self._square_y - explained)[:, :, None].clamp(min=least)
         if prior.noise_scale is not None:
@@ -189,17 +220,3 @@ def _noise_widths(n: float) -> tuple[float, float]:
     free = max(n - 2, 1.0)
     above = (NEGLIGIBLE + 2 + math.sqrt((NEGLIGIBLE + 2) ** 2 + 4 * free * NEGLIGIBLE)) / (2 * free)
     return math.sqrt(NEGLIGIBLE / n), above
-
-
-def _sums(values: Tensor, squares: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """a(r) and d(r) at log ratios of shape ``(m, R)``."""
-    ratio = (2 * log_ratio).exp()
-    explained, log_det = torch.zeros(2, *ratio.shape, dtype=torch.float64)
-    for some_values, some_squares in zip(values.split(_FACTORS, 1), squares.split(_FACTORS, 1), strict=True):
-        product = torch.ones_like(log_det)
-        for value, square in zip(some_values.T, some_squares.T, strict=True):
-            shrunk = 1 + value[:, None] * ratio
-            explained.addcdiv_(square[:, None].expand_as(shrunk), shrunk)
-            product *= shrunk
-        log_det += product.log_()
-    return explained.mul_(ratio), log_det

@@ -157,7 +157,7 @@ class Grid(NamedTuple):
         """Probabilities of the nodes given each gate vector, shape ``(s, R, M)``."""
         return self.log_joint.flatten(1).softmax(1).view_as(self.log_joint)
 
-    def draw(self, vector: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def draw(self, vector: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """A log ratio and log noise scale for each draw, given which gate vector it has, shape ``(N,)``.
 
         A node is drawn by its probability, and then a point of its cell.
@@ -174,7 +174,7 @@ class Grid(NamedTuple):
         return log_ratio, log_noise
 
 
-def _drawn_columns(probs: Tensor, row: Tensor, generator: torch.Generator) -> Tensor:
+def _drawn_columns(probs: Tensor, row: Tensor, generator: torch.Generator | None) -> Tensor:
     """A column for each draw, shape ``(N,)``, from its row and the columns' probabilities in each, ``(s, columns)``."""
     below = probs.cumsum(1)
     # The distribution functions of all rows one above the other: one search finds the columns of all draws.

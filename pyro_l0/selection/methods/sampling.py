@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_l0.maths.collapsed import opened
 from pyro_l0.maths.monte_carlo import MOST_ERROR
 from pyro_l0.maths.second_order import open_positions
 from pyro_l0.maths.tempered_gibbs import (
@@ -20,13 +21,13 @@ from pyro_l0.maths.tempered_gibbs import (
     sampled_on_expansions,
     sampled_target,
 )
-from pyro_l0.selection.families.normal import smallest_noise
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
-from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
+from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, Spectra
+from pyro_l0.selection.methods.grid import Grid, nodes_around_mode
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
 from pyro_l0.selection.problem import Prior, Problem, SelectionPosterior
 
-_WARM_UP = 0.3
+_WARM_UP = 0.4
 # Open gates that a chain starts with on average, at most.
 _START = 5.0
 _RARE = 1e-12  # least probability of a gate in the distribution that the evidence is bridged to
@@ -39,26 +40,24 @@ class Effort(NamedTuple):
     """Number and length of chains."""
 
     chains: int  # side by side
-    flips: int  # of each chain, the warm-up included
-    every: int  # flips from one proposal of a scale to the next
+    flips: int  # of each chain, the warm-up included, at most
 
     @staticmethod
     def of(p: int) -> Effort:
         """For p features; beyond some hundred, a flip takes time in proportion to p."""
-        if p <= 50:
-            return Effort(64, 600, 2)
         if p <= 2000:
-            return Effort(24, 600, 3)
-        return Effort(20, 1200, 3) if p <= _MANY else Effort(12, 1000, 3)
+            return Effort(96 if p <= 500 else 48, 400)
+        return Effort(20, 1200) if p <= _MANY else Effort(12, 1000)
 
 
-def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Generator) -> GibbsRun:
+def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Generator, error: float = 0.0) -> GibbsRun:
     """Chains that start from gates of the prior, but few open ones."""
     chains = len(walk.hyper)
     probs = walk.prior.active_prob.expand(gates)
     probs = probs * (_START / probs.sum()).clamp(max=1.0)
     z = torch.bernoulli(probs.expand(chains, -1), generator=generator)
-    return sampled_target(walk, z, probs, flips=flips, warm_up=int(_WARM_UP * flips), generator=generator)
+    warm_up = int(_WARM_UP * flips)
+    return sampled_target(walk, z, probs, flips=flips, warm_up=warm_up, error=error, generator=generator)
 
 
 def exchanged(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> GibbsRun:
@@ -203,7 +202,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     is_start = problem.is_sampled  # all that is asked of the expansion
 
     def sampled(walk: _Walk, share: float) -> GibbsRun:
-        return sampled_walk(walk, problem.gates, int(effort.flips * share * (_BRIEF if is_start else 1)), generator)
+        flips = int(effort.flips * share * (_BRIEF if is_start else 1))
+        return sampled_walk(walk, problem.gates, flips, generator)
 
     if not problem.gates:
         z = torch.zeros(chains, 0, dtype=torch.bool)
@@ -266,12 +266,26 @@ class _Walk(ScaleWalk):
         super().__init__(
             quadratic,
             prior.gates(),
-            lambda theta: prior.log_slab(theta[:, 1]),
             torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
-            unknown=[1] if prior.slab_scale is None else [],
+            self._draw_slab if prior.slab_scale is None else None,
             gate_of=gate_of(problem),
-            every=effort.every,
         )
+        self._scales = prior
+
+    def _draw_slab(self, z: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The logarithm of the slab scale given each gate vector, beside that of a noise of one, shape ``(S, 2)``."""
+        elements = z.bool() if self._gate_of is None else opened(z.bool(), self._gate_of).bool()
+        spectra = Spectra.of(self._quadratic, torch.arange(len(z)), *open_positions(elements))
+
+        def log_joint(log_slab: Tensor) -> Tensor:
+            explained, log_det = spectra.sums(log_slab)
+            return 0.5 * (explained - log_det) + self._scales.log_slab(log_slab)
+
+        ends = torch.tensor(self._scales.slab_range(), dtype=torch.float64).expand(len(z), 2)
+        nodes, _ = nodes_around_mode(log_joint, ends)
+        grid = Grid(nodes, torch.zeros_like(nodes)[:, :, None], log_joint(nodes)[:, :, None])
+        log_slab, log_noise = grid.draw(spectra.rows, generator)
+        return torch.stack([log_noise, log_slab], 1)
 
     def means(self, z: Tensor, log_slab: Tensor) -> tuple[Tensor, Tensor]:
         """Of coefficients and intercepts given the gates and log slab scales, shapes ``(S, p, K)`` and ``(S, K)``."""
@@ -299,7 +313,8 @@ def _log_marginal(walk: ScaleWalk, prior: Prior, run: GibbsRun) -> Callable[[Ten
 
 
 # Gate vectors that moments are averaged over: as many as there is time for, between these; so many with groups.
-_FEWEST, _MOST, _OF_GROUPS = 500, 20_000, 2000
+_FEWEST, _MOST, _OF_GROUPS = 500, 2000, 2000
+_SURE = 0.01  # standard error of the inclusion probabilities at which chains end
 _ENTRIES = 2**22  # numbers in all of these, and in the largest array of a step
 
 
@@ -315,8 +330,8 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     if not problem.family.has_closed_form:
         return expanded_posterior(problem, effort, draws, generator)
     evidence = GaussianEvidence(problem)
-    walk = _walk(problem, effort)
-    run = sampled_walk(walk, problem.gates, effort.flips, generator)
+    walk = _walk(problem, evidence, effort)
+    run = sampled_walk(walk, problem.gates, effort.flips, generator, _SURE)
     if problem.gate_of is None:
         if problem.gates > _MANY:
             run = exchanged(walk, run, generator)
@@ -330,28 +345,16 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     return SelectionPosterior.of(run.active_probs, moments, log_evidence, found, run.standard_error())
 
 
-def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
-    prior, n, square = problem.prior, problem.size, float(problem.y @ problem.y)
-
-    def log_density(theta: Tensor) -> Tensor:
-        """Of the logarithms of noise and slab scale, with the part of the log likelihood that has no gates."""
-        noise, slab = theta.unbind(1)
-        total = -n * noise - 0.5 * square * (-2 * noise).exp()
-        if prior.noise_scale is None:
-            total = total + prior.log_noise(noise)
-            total = torch.where(noise >= math.log(smallest_noise(n, square)), total, -math.inf)
-        return total + prior.log_slab(slab)
-
-    first_noise = math.sqrt(square / n) if prior.noise_scale is None else prior.noise_scale
-    first_slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
+def _walk(problem: Problem, evidence: GaussianEvidence, effort: Effort) -> ScaleWalk:
+    prior = problem.prior
+    noise = math.sqrt(float(problem.y @ problem.y) / problem.size) if prior.noise_scale is None else prior.noise_scale
+    slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
     return ScaleWalk(
         problem.quadratic,
         prior.gates(),
-        log_density,
-        torch.tensor([math.log(first_noise), math.log(first_slab)], dtype=torch.float64).expand(effort.chains, 2),
-        unknown=[i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None],
+        torch.tensor([math.log(noise), math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
+        None if prior.noise_scale and prior.slab_scale else evidence.draw_scales,
         gate_of=problem.gate_of,
-        every=effort.every,
     )
 
 

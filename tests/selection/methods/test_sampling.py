@@ -39,7 +39,8 @@ def assert_near(found, inclusion, mean, sd, log_evidence):
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """What ``tempered_posterior`` sampled: walks with their runs."""
+    """What ``tempered_posterior`` sampled, by chains of full length: walks with their runs."""
+    monkeypatch.setattr(sampling, "_SURE", 0.0)
     kept = []
 
     def sample(walk, *rest):
@@ -100,6 +101,24 @@ def test_some_known(prior, sampled):
     assert_close(found, expected, *sampled)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_end_where_probabilities_are_sure(seed, monkeypatch):
+    """They are as close to the exact ones as their errors say, and the chains shorter than with a lower bound."""
+    design = DESIGNS["near-duplicates"]
+    prior = Prior((1.0, 4.0), slab_unit=0.7, noise_unit=2.0)
+    problem = named_problem("gaussian", design.x, design.y, prior)
+    exact = reference(design, prior).inclusion.numpy()
+    flips = []
+    for bound in (0.0, 0.02):
+        monkeypatch.setattr(sampling, "_SURE", bound)
+        monkeypatch.setattr(sampling, "sampled_walk", lambda *rest: flips.append(sampled_walk(*rest)) or flips[-1])
+        found = tempered_posterior(problem, seed=seed)
+        assert (np.abs(found.active_probs - exact) < 5 * found.error + 0.002).all()
+    whole, ended = (len(run.gates) for run in flips)
+    assert ended < whole
+    assert flips[1].standard_error().max() <= 0.02
+
+
 @torch.no_grad()
 def test_exchanged_gates(monkeypatch):
     """Of one open gate, whichever it was: the others' probabilities and draws are what the evidence of each says."""
@@ -108,7 +127,7 @@ def test_exchanged_gates(monkeypatch):
     problem = named_problem("gaussian", design.x, design.y, Prior(0.2, 0.5, 1.0))
     each = torch.eye(problem.gates, dtype=torch.bool)
     exact = torch.softmax(GaussianEvidence(problem).log_marginal(each), 0)
-    walk = sampling._walk(problem, sampling.Effort(2, 0, 1))
+    walk = sampling._walk(problem, GaussianEvidence(problem), sampling.Effort(2, 0))
     chain = torch.arange(2).repeat(100)
     run = GibbsRun(
         each[0].double(), each[:2].double(), each[chain], torch.full((200,), 1 / 200), chain, walk.hyper[chain]
