@@ -1,6 +1,6 @@
 """Posteriors of regressions with spike and slab for any likelihood: enumeration with sampled evidences.
 
-The log likelihood is a function of the linear predictor that adds over observations. Neither Pyro nor the library are
+The log likelihood is a function of the linear predictor that adds over observations. Neither Pyro nor the library is
 used.
 """
 

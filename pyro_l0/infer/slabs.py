@@ -220,7 +220,7 @@ class JointSample(NamedTuple):
     def of(cls, fn: TorchDistributionMixin, n: int, event_dim: int) -> JointSample:
         """Draws of a distribution that depends on nothing."""
         draws = fn.rsample((n,)) if fn.has_rsample else fn.sample((n,))
-        return cls(draws.reshape(n, -1), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
+        return cls(draws.reshape(n, draws.shape[1:].numel()), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
 
     def at_site(self, particles: Mapping[int, int]) -> tuple[TorchDistribution, Tensor]:
         """The distribution of a site and its value, in plates of particles: their sizes by dimension from the right."""

@@ -283,8 +283,8 @@ def sampled_target(
 
     The gates ``start``, shape ``(chains, G)``, move in place. During the first ``warm_up`` flips, which are left out,
     the ``running`` active probabilities, shape ``(G,)``, follow the chains if ``adapts``. Averages give each chain the
-    same weight where they do not sample the ``same_target``. After each quarter as many flips as in the warm-up, the
-    chains end if no active probability has a larger standard ``error``; else after all ``flips``.
+    same weight where they do not sample the ``same_target``. After each quarter as many flips as in the warm-up they
+    are looked at, and end if at two looks no active probability had a larger standard ``error``; else after ``flips``.
 
     With thousands of gates each chain may flip, at a time, those of a random part of them, the probable ones, or
     anchors, and those that are open: the subset sampler of Jankowiak (2023, arXiv:2208.01180) with open gates in
@@ -297,13 +297,15 @@ def sampled_target(
     explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
     steps = _Steps(flips - warm_up, z, target.hyper)
     everyone = torch.arange(len(z), device=z.device)
-    bar, look = counted(flips, "flips"), max(warm_up // 4, 1)
+    bar, look, was_sure = counted(flips, "flips"), max(warm_up // 4, 1), False
     for step in bar:
         if error and step > warm_up and (step - warm_up) % look == 0:
             run = steps.run(step - warm_up, same_target)
-            if float(run.standard_error().max()) <= error:
+            is_sure = float(run.standard_error().max()) <= error
+            if is_sure and was_sure:
                 bar.total = step
                 return run
+            was_sure = is_sure
         if adapts and 0 < step <= warm_up and step % max(warm_up // 10, 1) == 0:
             target.set_anchors(running)
         logits = target.logits(z)
@@ -313,7 +315,7 @@ def sampled_target(
         tried = 0.5 * (running + explored)
         if columns is not None:
             tried = tried[columns.gates] * columns.times
-        logits, rates = target.moved(z, logits, tried, step < warm_up, generator)
+        logits, rates = target.moved(z, logits, tried, generator)
         if step >= warm_up:
             steps.add(step - warm_up, z, target.hyper, (-rates.log_total).exp(), torch.sigmoid(logits), columns)
         flipped = _chosen(rates.relative, generator)
@@ -369,10 +371,10 @@ class Target(ABC):
         """Log odds of every gate given the others and the hyperparameters; shape ``(chains, G)`` or of the columns."""
 
     @abstractmethod
-    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, generator: _Generator) -> _LogitsAndRates:
         """Move the hyperparameters, if it is their turn; returns the log odds and rates after that.
 
-        The move must leave the target times the sum of the rates invariant, except in the warm-up (``adapts``).
+        The move must leave the target times the sum of the rates invariant.
         """
 
     def set_anchors(self, running: Tensor) -> None:  # noqa: B027
@@ -391,7 +393,7 @@ class _Fixed(Target):
     def logits(self, z: Tensor) -> Tensor:
         return self._collapsed.gibbs_logits(z, self._prior.logits(z))
 
-    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, generator: _Generator) -> _LogitsAndRates:
         return logits, Rates.of(tried, z, logits)
 
 
@@ -468,7 +470,7 @@ DrawScales = Callable[[Tensor, _Generator], Tensor]
 _EVERY = 12  # flips from one draw of the scales to the next
 
 
-class ScaleWalk(Target):
+class GatesAndScales(Target):
     """Gates with the scales of a quadratic log likelihood at noise of scale one: a target of ``sampled_target``.
 
     The chains sample p(z, theta | y) Z(z, theta) with theta, which is ``hyper``, the logarithms of the scales of noise
@@ -516,7 +518,7 @@ class ScaleWalk(Target):
             closed = z.gather(1, flipped[:, None])[:, 0] == 0
             self._part = torch.where(closed & (own < self._design.parts), own, anywhere)
 
-    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, adapts: bool, generator: _Generator) -> _LogitsAndRates:
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, generator: _Generator) -> _LogitsAndRates:
         """See ``Target``; moves the chains that ``logits`` saw last."""
         values = z if self.columns is None else self.columns.open.to(z)
         rates = self._rates(tried, values, logits)
@@ -527,6 +529,8 @@ class ScaleWalk(Target):
         new_logits = self._at(self.collapsed(theta), z)
         new_rates = self._rates(tried, values, new_logits)
         accept = torch.rand(len(z), generator=generator).to(z).log() < new_rates.log_total - rates.log_total
+        # A gate that is always open has just closed: what the scales are given that is no part of the posterior.
+        accept &= rates.log_total < torch.finfo(z.dtype).max / 2
         self.hyper = torch.where(accept[:, None], theta, self.hyper)
         self._here = self.collapsed(self.hyper)
         relative = torch.where(accept[:, None], new_rates.relative, rates.relative)

@@ -39,10 +39,13 @@ def test_enumeration(gate):
         logits = pyro.param("logits", torch.tensor(0.4))
         pyro.sample("z", BernoulliGate(logits=logits), infer={"enumerate": "parallel"})
 
-    loss = TraceEnum_ELBO(max_plate_nesting=0).loss(model, guide)
+    pyro.clear_param_store()
+    loss = TraceEnum_ELBO(max_plate_nesting=0).loss_and_grads(model, guide)
     q = torch.sigmoid(torch.tensor(0.4))
     kl = kl_divergence(BernoulliGate(logits=torch.tensor(0.4)), BernoulliGate(logits=torch.tensor(0.0)))
     assert loss == pytest.approx((kl - 3 * q).item(), rel=1e-6)
+    # The slope of kl - 3 q by the logits.
+    assert pyro.param("logits").grad.item() == pytest.approx(float(q * (1 - q) * (0.4 - 3)), rel=1e-5)
 
 
 def test_kl():

@@ -1,6 +1,7 @@
 """Gates in networks that were written without them, also behind modules that are called several times."""
 
 import pyro
+import pytest
 import torch
 from pyro import poutine
 from torch import nn
@@ -25,23 +26,40 @@ def siamese():
     return Dense(forward, tower=tower, head=(15, 2))
 
 
+def repeated():
+    """One layer three times, as in ALBERT, and one under two names."""
+
+    def forward(net, left, right):
+        h = net.enter(left + right)
+        for _ in range(3):
+            h = h + net.outer(net.act(net.inner(h)))
+        for layer in net.layers:
+            h = layer(h)
+        return net.head(h)
+
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())] * 2)
+    return Dense(forward, enter=(6, 8), inner=(8, 12), act=nn.GELU(), outer=(12, 8), layers=layers, head=(8, 2))
+
+
 def counted(network):
     return sum(module.weight.numel() for module in set(network.modules()) if isinstance(module, nn.Linear))
 
 
-def test_suggestions_costs_and_compaction_agree():
+@pytest.mark.parametrize("make", [siamese, repeated])
+def test_suggestions_costs_and_compaction_agree(make):
     """A unit saves the weights of its rows and columns once, and their multiply-adds at each call."""
     torch.manual_seed(1)
-    network, example = siamese().double(), (LEFT[:3], RIGHT[:3])
+    network, example = make().double(), (LEFT[:3], RIGHT[:3])
     found = suggest_gates(network, example)
-    assert {place.path: (place.weights, place.macs) for place in found.locations} == {
-        "tower.1": (6 + 5, 2 * (6 + 5)),
-        "tower.3": (16 + 6, 2 * 16 + 6),
-    }
+    saved = {place.path: (place.weights, place.macs) for place in found.locations}
     gated = insert_gates(network, found, example)
     cost = NetworkCost(gated, example)
     assert cost.total_weights == counted(network)
-    assert cost.group_sizes == {"tower.1.1": 5, "tower.3.1": 6}
+    if make is siamese:
+        assert saved == {"tower.1": (6 + 5, 2 * (6 + 5)), "tower.3": (16 + 6, 2 * 16 + 6)}
+        assert cost.group_sizes == {"tower.1.1": 5, "tower.3.1": 6}
+    else:
+        assert {"act", "layers.0.1"} <= saved.keys()
     gates = {site: (torch.arange(size) % 2).double() for site, size in cost.sizes.items()}
     small = compact(gated, gates, example)
     assert small.certificate < 1e-10

@@ -45,3 +45,17 @@ def test_to_40_per_cent(name):
     if name in GENERATING:
         generated = result.network.generate(data[0][1][:1, :4], max_new_tokens=4, do_sample=False)
         assert generated.shape[1] > 4
+
+
+def test_a_model_that_returns_its_own_loss():
+    """Batches are dicts of keywords, collated by a loader."""
+    torch.manual_seed(0)
+    words = torch.randint(1, WORDS, (320, 8))
+    data = [{"input_ids": w, "attention_mask": torch.ones(8, dtype=torch.long), "labels": w[0] % 2} for w in words]
+    loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
+    example = {"input_ids": words[:2], "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    network, _ = MODELS["BERT"]()
+    result = prune(network, lambda outputs, batch: outputs.loss, loader, example, 0.4, epochs=3)
+    assert [name for name, _ in result.network.named_parameters()] == [name for name, _ in network.named_parameters()]
+    left, full = result.report.left["macs"]
+    assert left <= 0.4 * full

@@ -1,6 +1,7 @@
 """Killed runs that go on bit for bit, their file, which is of one run alone, and runs of two processes."""
 
 import itertools
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -180,7 +181,7 @@ OTHERS = {
     "distil": [{"distil": (0.5, 2.0)}],
     "loader's generators": [{"loader": own_generator}],
     "loss": [{"loss": weighted(3.0)}, {"loss": F.cross_entropy}, {"loss": nn.CrossEntropyLoss()}],
-    "optimiser": [{"make_optimiser": lambda parameters: torch.optim.Adam(parameters, 0.01)}],
+    "optimiser, optimiser's numbers": [{"make_optimiser": lambda parameters: torch.optim.Adam(parameters, 0.01)}],
     "optimiser's numbers": [{"make_optimiser": sgd(0.02)}],
     "gates": [{"gates": gates(temperature=0.2)}, {"gates": gates(temperature=0.6, gamma=-0.2)}],
 }
@@ -200,11 +201,17 @@ def test_a_file_of_another_run_is_refused(name, stopped):
     """By the name of what differs; the file stays."""
     content = stopped.read_bytes()
     for other in OTHERS[name]:
-        with pytest.raises(ValueError, match=f"checkpoint of this run.*differs in {name}[;,]"):
+        with pytest.raises(ValueError, match=f"checkpoint of this run.*differs in {name};"):
             run(path=stopped, resume=True, **FIRST | other)
     with pytest.raises(FileExistsError, match="resume=True"):
         run(path=stopped, **FIRST)
     assert stopped.read_bytes() == content
+
+
+def test_equal_arguments_made_anew_are_of_one_run(stopped, tmp_path):
+    path = shutil.copy(stopped, tmp_path / "run.pt")
+    again = {"loss": weighted(2.0), "make_optimiser": sgd(0.01), "gates": gates(temperature=0.6)}
+    run(path=path, resume=True, **FIRST | again)
 
 
 def test_losses_have_texts_that_tell_them_apart():

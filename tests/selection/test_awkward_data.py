@@ -170,3 +170,13 @@ def test_labels_that_are_not_whole(values):
             kind().fit(x, y)
         model = kind(random_state=0, slab_scale=1.0).fit(x, np.unique(y, return_inverse=True)[1])
         assert model.classes_.tolist() == list(range(len(values)))
+
+
+def test_duplicate_features_share_an_effect():
+    """The same twice, either will do: they have the same probability, and one credible set."""
+    x, y = data(SpikeSlabRegressor)
+    model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, x[:, 0], axis=1), y)
+    assert model.pip_[0] == pytest.approx(model.pip_[1], abs=1e-9)
+    (pair,) = (s for s in model.credible_sets_ if 0 in s.features)
+    assert set(pair.features) == {0, 1}
+    assert pair.purity == pytest.approx(1.0)

@@ -175,6 +175,8 @@ def test_what_has_an_effect_is_found(kind):
     intervals = model.interval(0.9).reshape(-1, 4, 2)
     ends = np.quantile(model.sample(2000)["coef"].reshape(2000, -1, 4), (0.05, 0.95), axis=0)
     np.testing.assert_allclose(intervals, np.moveaxis(ends, 0, 2), atol=1e-12)
+    ends = np.quantile(model.sample(2000)["coef"].reshape(2000, -1, 4), (0.1, 0.9), axis=0)
+    np.testing.assert_allclose(model.interval(0.8).reshape(-1, 4, 2), np.moveaxis(ends, 0, 2), atol=1e-12)
     np.testing.assert_array_equal(table[["5 %", "95 %"]], intervals.swapaxes(0, 1).reshape(-1, 2))
     assert np.min(table.loc["x0", "5 %"]) > 0 > np.max(table.loc["x2", "95 %"])
     assert sorted(s.features for s in model.credible_sets_) == [(0,), (2,)]

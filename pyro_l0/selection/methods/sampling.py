@@ -15,9 +15,9 @@ from pyro_l0.maths.collapsed import opened
 from pyro_l0.maths.monte_carlo import MOST_ERROR
 from pyro_l0.maths.second_order import open_positions
 from pyro_l0.maths.tempered_gibbs import (
+    GatesAndScales,
     GibbsRun,
     IndependentGates,
-    ScaleWalk,
     sampled_on_expansions,
     sampled_target,
 )
@@ -50,7 +50,9 @@ class Effort(NamedTuple):
         return Effort(20, 1200) if p <= _MANY else Effort(12, 1000)
 
 
-def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Generator, error: float = 0.0) -> GibbsRun:
+def sampled_walk(
+    walk: GatesAndScales, gates: int, flips: int, generator: torch.Generator, error: float = 0.0
+) -> GibbsRun:
     """Chains that start from gates of the prior, but few open ones."""
     chains = len(walk.hyper)
     probs = walk.prior.active_prob.expand(gates)
@@ -60,7 +62,7 @@ def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Gener
     return sampled_target(walk, z, probs, flips=flips, warm_up=warm_up, error=error, generator=generator)
 
 
-def exchanged(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> GibbsRun:
+def exchanged(walk: GatesAndScales, run: GibbsRun, generator: torch.Generator) -> GibbsRun:
     """Draws of a run in which each open anchor, in turn, is exchanged for one of those that are closed, or for itself.
 
     Which one is drawn given all other gates, so the draws remain those of the posterior. Among very many features a
@@ -103,7 +105,7 @@ def resampled(weights: Tensor, number: int, generator: torch.Generator) -> Tenso
 
 
 def chain_evidence(
-    log_marginal: Callable[[Tensor], Tensor], walk: ScaleWalk, run: GibbsRun, generator: torch.Generator
+    log_marginal: Callable[[Tensor], Tensor], walk: GatesAndScales, run: GibbsRun, generator: torch.Generator
 ) -> float:
     """log p(y), by a bridge from where one half of the chains would go next to where the other half has been.
 
@@ -254,7 +256,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     )
 
 
-class _Walk(ScaleWalk):
+class _Walk(GatesAndScales):
     """Gates and an unknown slab scale on an expansion of a problem's log likelihood at some linear predictors."""
 
     def __init__(self, problem: Problem, eta: Tensor, effort: Effort) -> None:
@@ -295,7 +297,7 @@ class _Walk(ScaleWalk):
         return features, ungated[:, self._always :].sum(1)  # none are zero
 
 
-def _log_marginal(walk: ScaleWalk, prior: Prior, run: GibbsRun) -> Callable[[Tensor], Tensor]:
+def _log_marginal(walk: GatesAndScales, prior: Prior, run: GibbsRun) -> Callable[[Tensor], Tensor]:
     """log p(y, z) of an expansion up to a constant, with an unknown slab scale integrated out."""
     low, high = (float(end) for end in run.hyper[:, 1].aminmax())
     if prior.slab_scale is None:
@@ -345,11 +347,11 @@ def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) ->
     return SelectionPosterior.of(run.active_probs, moments, log_evidence, found, run.standard_error())
 
 
-def _walk(problem: Problem, evidence: GaussianEvidence, effort: Effort) -> ScaleWalk:
+def _walk(problem: Problem, evidence: GaussianEvidence, effort: Effort) -> GatesAndScales:
     prior = problem.prior
     noise = math.sqrt(float(problem.y @ problem.y) / problem.size) if prior.noise_scale is None else prior.noise_scale
     slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
-    return ScaleWalk(
+    return GatesAndScales(
         problem.quadratic,
         prior.gates(),
         torch.tensor([math.log(noise), math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
@@ -358,7 +360,7 @@ def _walk(problem: Problem, evidence: GaussianEvidence, effort: Effort) -> Scale
     )
 
 
-def _moments(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _moments(walk: GatesAndScales, run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Means of the coefficients and of their squares, ``(p, 1)``, averaged over what each is given all other gates."""
     p = run.gates.shape[1]
     active, first, second = torch.zeros(3, p, dtype=torch.float64)

@@ -37,7 +37,6 @@ START = {
 
 
 def gate_kl(a, b):
-
     def log_density(t, log_alpha, temperature):
         u = temperature * t - log_alpha
         return math.log(temperature) - np.logaddexp(0, u) - np.logaddexp(0, -u)

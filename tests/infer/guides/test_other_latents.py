@@ -204,12 +204,28 @@ def test_auto_gate_takes_them_too():
 
 
 @pytest.mark.parametrize("options", [{}, CORRELATED], ids=["mean field", "correlated"])
-def test_sequential_plates_are_refused(options):
+@pytest.mark.parametrize(
+    ("latents", "error", "message"),
+    [
+        (
+            lambda: sum(pyro.sample(f"a{i}", dist.Normal(0 * ONE, ONE)) for i in pyro.plate("parts", 2)),
+            NotImplementedError,
+            "does not support sequential",
+        ),
+        (
+            lambda: 0 * pyro.sample("b", dist.Uniform(0 * ONE, pyro.sample("a", dist.Uniform(0 * ONE, ONE)))),
+            ValueError,
+            "latent site 'b' to have the same support in every run",
+        ),
+    ],
+    ids=["sequential plates", "supports that move"],
+)
+def test_latents_that_no_guide_takes(options, latents, error, message):
     """Before anything is trained."""
 
     def model():
-        observe(sum(pyro.sample(f"a{i}", dist.Normal(0 * ONE, ONE)) for i in pyro.plate("parts", 2)))
+        observe(latents())
 
     for start in (lambda: fit(model, AutoSpikeSlab(model, SLAB, **options), steps=2, seed=0), AutoGate(model)):
-        with pytest.raises(NotImplementedError, match="does not support sequential"):
+        with pytest.raises(error, match=message):
             start()

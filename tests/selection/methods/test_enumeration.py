@@ -130,6 +130,19 @@ def test_a_noise_scale_that_is_sure(n, size):
     assert found.item() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("known", [{}, {"noise_scale": 1.0, "slab_scale": 0.5}], ids=["unknown", "known"])
+def test_draws_have_the_moments(known):
+    x, y = regression(40, 4, 4)
+    x[:, 2] = x[:, 0] + 0.3 * x[:, 2]
+    found = enumerate_posterior(problem_of(x, y, **known), draws=20000, seed=5)
+    beta = found.draws.coefficients.toarray()
+    error = 5 / math.sqrt(len(beta))
+    np.testing.assert_allclose(beta.mean(0), found.mean[:, 0], atol=error * found.sd.max())
+    np.testing.assert_allclose(beta.std(0), found.sd[:, 0], rtol=error * 2)
+    opened = np.bincount(found.draws.coefficients.indices, minlength=4) / len(beta)
+    np.testing.assert_allclose(opened, found.active_probs, atol=error / 2)
+
+
 def test_draws_given_the_scales():
     """One state: the distribution of residuals that conjugacy gives, standardised by each draw's own scales."""
     x, y = regression(15, 3, 6)

@@ -145,6 +145,8 @@ def test_exchanged_gates(monkeypatch):
 def test_subsets_of_features(exchanges, monkeypatch):
     """Parts of two features and two anchors: probabilities, moments and evidence are those of a sum over all."""
     monkeypatch.setattr(sampling, "_MANY", 1 if exchanges else 100)
+    monkeypatch.setattr(sampling, "_SURE", 0.0)
+    monkeypatch.setattr(sampling, "_EXCHANGED", 4000)
     monkeypatch.setattr(second_order, "_DENSE", 2)
     monkeypatch.setattr(second_order, "_PART", 2)
     design = DESIGNS["near-duplicates"]

@@ -8,7 +8,7 @@ import torch
 
 import pyro_l0.maths.second_order
 from pyro_l0.maths.second_order import DesignQuadratic
-from pyro_l0.maths.tempered_gibbs import ScaleWalk, sampled_target
+from pyro_l0.maths.tempered_gibbs import GatesAndScales, IndependentGates, sampled_target
 from tests.maths.spike_and_slab import Regression, prior, seeded, vectors
 
 REGRESSION = Regression.drawn(20, 3, 8, rho=0.8)
@@ -52,7 +52,7 @@ def draws_of_scales(nodes, regression=REGRESSION):
 
 
 def sampled(nodes, start):
-    walk = ScaleWalk(REGRESSION.dense(), SPARSE, start.expand(CHAINS, 2), draws_of_scales(nodes))
+    walk = GatesAndScales(REGRESSION.dense(), SPARSE, start.expand(CHAINS, 2), draws_of_scales(nodes))
     z = torch.bernoulli(torch.full((CHAINS, 3), 0.3).double(), generator=seeded(1))
     return sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=600, warm_up=100, generator=seeded(2))
 
@@ -81,7 +81,7 @@ def test_an_effect_beyond_doubt():
     strong = dataclasses.replace(REGRESSION, y=REGRESSION.y + 6 * REGRESSION.x[:, 0])
     start = torch.tensor([-0.2, -0.7], dtype=torch.float64).expand(CHAINS, 2)
     nodes = torch.cartesian_prod(*[torch.linspace(*axis).double() for axis in RANGES])
-    walk = ScaleWalk(strong.dense(), SPARSE, start, draws_of_scales(nodes, strong))
+    walk = GatesAndScales(strong.dense(), SPARSE, start, draws_of_scales(nodes, strong))
     z = torch.ones(CHAINS, 3, dtype=torch.float64)
     logits = walk.logits(z)
     assert logits[:, 0].min() > 60
@@ -91,9 +91,22 @@ def test_an_effect_beyond_doubt():
     assert ((found - exact).abs() < torch.tensor([1e-6, 0.02, 0.02, 0.02, 0.06])).all(), (found, exact)
 
 
+def test_a_gate_that_is_always_open():
+    """The chains close it now and then, and the scales given that are no part of the posterior."""
+    strong = dataclasses.replace(REGRESSION, y=REGRESSION.y + 2 * REGRESSION.x[:, 0])
+    rate = IndependentGates(torch.tensor([math.inf, -0.8, -0.8], dtype=torch.float64))
+    nodes = torch.cartesian_prod(*[torch.linspace(*axis).double() for axis in RANGES])
+    start = torch.zeros(CHAINS, 2, dtype=torch.float64)
+    walk = GatesAndScales(strong.dense(), rate, start, draws_of_scales(nodes, strong))
+    z = torch.ones(CHAINS, 3, dtype=torch.float64)
+    run = sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=600, warm_up=100, generator=seeded(6))
+    found = run.weights @ torch.cat([run.gates.double(), run.hyper], 1)
+    assert ((found - expected(nodes, strong, rate)).abs() < torch.tensor([1e-9, 0.02, 0.02, 0.02, 0.06])).all()
+
+
 def test_known_scales_stay():
     start = torch.tensor([-0.2, -0.7], dtype=torch.float64)
-    walk = ScaleWalk(REGRESSION.dense(), SPARSE, start.expand(CHAINS, 2))
+    walk = GatesAndScales(REGRESSION.dense(), SPARSE, start.expand(CHAINS, 2))
     z = torch.zeros(CHAINS, 3, dtype=torch.float64)
     run = sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=30, warm_up=10, generator=seeded(2))
     assert torch.equal(run.hyper, start.expand_as(run.hyper))
@@ -105,7 +118,7 @@ def test_subsets_of_gates(monkeypatch):
     regression, rate = Regression.drawn(20, 6, 2, rho=0.9), prior(0.2)
     start = torch.zeros(CHAINS, 2, dtype=torch.float64)
     nodes = torch.cartesian_prod(*[torch.linspace(low, high, 13).double() for low, high, _ in RANGES])
-    walk = ScaleWalk(regression.wide(), rate, start, draws_of_scales(nodes, regression))
+    walk = GatesAndScales(regression.wide(), rate, start, draws_of_scales(nodes, regression))
     z, running = torch.zeros(CHAINS, 6, dtype=torch.float64), torch.full((6,), 0.2, dtype=torch.float64)
     run = sampled_target(walk, z, running, flips=400, warm_up=100, generator=seeded(3))
     exact = expected(nodes, regression, rate)
@@ -126,7 +139,7 @@ def test_copies_in_subsets_of_gates(monkeypatch):
     z, running = torch.zeros(CHAINS, 600, dtype=torch.float64), torch.full((600,), 0.002, dtype=torch.float64)
     known = torch.zeros(CHAINS, 2, dtype=torch.float64)
     design = DesignQuadratic(x.T, x.T @ y)
-    walk = ScaleWalk(design, prior(0.002), known)
+    walk = GatesAndScales(design, prior(0.002), known)
     run = sampled_target(walk, z, running, flips=300, warm_up=100, adapts=False, generator=generator)
     copies = run.active_probs[:40]
     assert copies.sum() == pytest.approx(1.0, abs=0.1)
