@@ -95,7 +95,8 @@ def main() -> None:
     torch.set_num_threads(1)
     references = json.loads(FILE.read_text())
     unit = min(additions() for _ in range(3)) if options.units else 1.0
-    print(f"A unit is {unit:.3f} s.\n")
+    if options.units:
+        print(f"A unit is {unit:.3f} s.\n")
     table_head("design", "seed", "time", "standard error", "difference", "long chain's error", "PIP > .5", "abess")
     for name, kind in KINDS.items():
         if options.design not in name:
