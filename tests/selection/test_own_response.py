@@ -94,14 +94,15 @@ def test_everything_that_an_estimator_does(family):
     loaded = pickle.loads(pickle.dumps(once))
     np.testing.assert_array_equal(loaded.predict(x), once.predict(x))
 
-    draws, arviz = once.sample(1000), once.to_arviz()
+    draws, arviz = once.sample(2000), once.to_arviz()
     own = {k: v[:, None] for k, v in draws.items() if k in parameters}
     predictors = draws["coef"] @ x.T + draws["intercept"][:, None]
     means = np.broadcast_to(family.mean(predictors, **own), predictors.shape)
     np.testing.assert_allclose(once.predict(x), means.mean(0), rtol=0.1, atol=0.05)
     mean, sd = once.predict(x, return_std=True)
-    replicated = family.sample(predictors, rng, **own)
-    np.testing.assert_allclose(sd, replicated.std(0), rtol=0.25)  # of 1,000 draws with fourth moments of up to 9
+    # Of the fit's own draws, which may have far tails, each forty times; the fit has one observation of each.
+    replicated = np.concatenate([family.sample(predictors, rng, **own) for _ in range(40)])
+    np.testing.assert_allclose(sd, replicated.std(0), rtol=0.25)
     assert (np.abs(mean - replicated.mean(0)) < 6 * sd / np.sqrt(200)).all()
     lower, upper = once.predict_quantiles(x, [0.1, 0.9]).T
     inside = (replicated >= lower) & (replicated <= upper)
@@ -110,7 +111,8 @@ def test_everything_that_an_estimator_does(family):
     rows = np.repeat(np.arange(len(y)), weight)
     tensors = {k: torch.from_numpy(v) for k, v in own.items()}
     by_hand = family.log_prob(torch.from_numpy(y[rows]), torch.from_numpy(predictors[:, rows]), **tensors)
-    np.testing.assert_allclose(arviz.log_likelihood["y"][0], by_hand, rtol=1e-8)
+    found = arviz.log_likelihood["y"][0]
+    np.testing.assert_allclose(found, by_hand[: len(found)], rtol=1e-8)
     assert list(once.select()) == [2]
     assert once.score(x, y) > 0
     groups = clone(first).set_params(rate={0: 0.2, 1: 1.0}, groups=[0, 0, 1]).fit(x, y)
