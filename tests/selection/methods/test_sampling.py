@@ -113,6 +113,7 @@ def test_chains_end_where_probabilities_are_sure(seed, monkeypatch):
         monkeypatch.setattr(sampling, "_SURE", bound)
         monkeypatch.setattr(sampling, "sampled_walk", lambda *rest: flips.append(sampled_walk(*rest)) or flips[-1])
         found = tempered_posterior(problem, seed=seed)
+        # The error of a gate that seldom moves is itself uncertain, hence the .002.
         assert (np.abs(found.active_probs - exact) < 5 * found.error + 0.002).all()
     whole, ended = (len(run.gates) for run in flips)
     assert ended < whole
