@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from torch import Tensor
 
+from pyro_l0.maths.polya_gamma import draw_polya_gamma
 from pyro_l0.selection.families.family import Array, Family
 
 __all__ = ["Bernoulli", "Binomial"]
@@ -19,7 +20,7 @@ class Bernoulli(Family):
 
     expected = "0 and 1, or shares between them"
     slab_unit = 2.0
-    is_logistic = True
+    is_augmented = True
 
     def takes(self, y: Array) -> NDArray[np.bool_]:
         return (y >= 0) & (y <= 1)
@@ -30,6 +31,11 @@ class Bernoulli(Family):
     def derivatives(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> tuple[Tensor, Tensor]:
         prob = torch.sigmoid(eta)
         return y - prob, prob * torch.sigmoid(-eta)
+
+    def augmented(
+        self, y: Tensor, eta: Tensor, generator: torch.Generator, **parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return (y - 0.5).expand_as(eta), draw_polya_gamma(eta, generator)
 
     def curvature_slope(self, y: Tensor, eta: Tensor, covariance: Tensor, **parameters: Tensor) -> Tensor:
         prob = torch.sigmoid(eta)

@@ -40,7 +40,7 @@ class Family(ABC):
             of y (:meth:`unit`), an offset is a shift of y, and the mean is eta.
         has_closed_form: whether coefficients, intercept and noise are integrated out in closed form, which only the
             normal distribution has.
-        is_logistic: whether Polya-Gamma variables make the log likelihood quadratic, as for logits of 0 and 1.
+        is_augmented: whether there are variables that make the log density quadratic, by :meth:`augmented`.
         is_partial: whether there is a likelihood of all observations alone, such as a partial one, and none of each.
         reach: by how much a Newton step may change a linear predictor.
     """
@@ -51,7 +51,7 @@ class Family(ABC):
     has_intercept: ClassVar[bool] = True
     is_location: ClassVar[bool] = False
     has_closed_form: ClassVar[bool] = False
-    is_logistic: ClassVar[bool] = False
+    is_augmented: ClassVar[bool] = False
     is_partial: ClassVar[bool] = False
     reach: ClassVar[float] = 3.0
     outputs: int = 1
@@ -137,6 +137,23 @@ class Family(ABC):
         eta = eta.detach().clone().requires_grad_()
         slope, curvature = self._by_autograd(y, eta, parameters)
         return _by(slope, _gradient((curvature * covariance).sum(), eta), eta)
+
+    def augmented(
+        self, y: Tensor, eta: Tensor, generator: torch.Generator, **parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draw variables given which the log density is quadratic in eta, where the family ``is_augmented``.
+
+        Returns its slope at eta = 0 and minus its second derivatives by each of eta, in the shape of eta; those may
+        have one row in place of n equal ones.
+        """
+        raise NotImplementedError
+
+    def drawn(self, y: Tensor, eta: Tensor, weight: Tensor, generator: torch.Generator) -> Mapping[str, Tensor] | None:
+        """Parameters given eta, ``(S, *shape)``, where their logarithms had flat priors; None where no draw is known.
+
+        Each number then has a prior of its own, by which a Metropolis step takes it or leaves it.
+        """
+        return None
 
     def log_prob(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> Tensor:
         """Log density or log mass of each observation, as :meth:`log_density`, and with nothing left out."""

@@ -75,6 +75,7 @@ class Multivariate(Gaussian):
 
     has_closed_form = False
     has_outputs = True
+    is_augmented = True
 
     def __init__(self, outputs: int) -> None:
         self.outputs = outputs
@@ -95,6 +96,18 @@ class Multivariate(Gaussian):
     def derivatives(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> tuple[Tensor, Tensor]:
         precision = parameters["noise_scale"] ** -2
         return precision * (y - eta), torch.diag_embed(precision.expand_as(eta))
+
+    def augmented(
+        self, y: Tensor, eta: Tensor, generator: torch.Generator, **parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """It is quadratic as it is."""
+        precision = parameters["noise_scale"] ** -2
+        return precision * y, precision
+
+    def drawn(self, y: Tensor, eta: Tensor, weight: Tensor, generator: torch.Generator) -> Mapping[str, Tensor]:
+        square = (weight * (y - eta).square()).sum(-2)
+        half = (0.5 * weight.sum()).expand_as(square).contiguous()
+        return {"noise_scale": (0.5 * square / torch._standard_gamma(half, generator=generator)).sqrt()}
 
     def slope(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> Tensor:
         return (y - eta) * parameters["noise_scale"] ** -2

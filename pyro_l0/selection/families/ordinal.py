@@ -14,6 +14,7 @@ from scipy.special import expit
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_l0.maths.polya_gamma import draw_polya_gamma
 from pyro_l0.selection.families.family import Array, Family
 
 __all__ = ["Ordinal"]
@@ -41,6 +42,7 @@ class Ordinal(Family):
 
     expected = "whole numbers from 0"
     slab_unit = 2.0
+    is_augmented = True
     has_intercept = False  # the thresholds are one
 
     def __init__(self, classes: int) -> None:
@@ -72,6 +74,16 @@ class Ordinal(Family):
         slope = torch.sigmoid(lower) - torch.sigmoid(-upper)
         curvature = sum((torch.sigmoid(x) * torch.sigmoid(-x) for x in (lower, upper)), torch.zeros_like(eta))
         return slope, curvature
+
+    def augmented(
+        self, y: Tensor, eta: Tensor, generator: torch.Generator, **parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """By a Polya-Gamma variable of each of two logits; an infinite one is no part of the log density."""
+        odds = torch.stack(_odds(y, eta, parameters["thresholds"]))
+        finite, weight = odds.isfinite(), torch.zeros_like(odds)
+        weight[finite] = draw_polya_gamma(odds[finite], generator)
+        half = odds.new_tensor([0.5, -0.5])[:, None, None]
+        return torch.where(finite, half + weight * (odds + eta), 0.0).sum(0), weight.sum(0)
 
     def null_predictor(self, y: Tensor, weight: Tensor) -> Tensor:
         return y.new_zeros(1)

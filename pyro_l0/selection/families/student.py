@@ -25,6 +25,7 @@ class Student(Family):
     """
 
     is_location = True
+    is_augmented = True
     reach = math.inf  # its slope is bounded
 
     def __init__(self, degrees_of_freedom: float | None = None) -> None:
@@ -69,6 +70,15 @@ class Student(Family):
         residual = y - eta
         slope = (degrees + 1) * residual / (degrees * scale.square() + residual.square())
         return slope, ((degrees + 1) / (degrees + 3) / scale.square()).expand_as(eta)
+
+    def augmented(
+        self, y: Tensor, eta: Tensor, generator: torch.Generator, **parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """By the precision of each observation, whose noise is then normal."""
+        scale, degrees = self._parameters(parameters)
+        rate = 0.5 * (degrees * scale.square() + (y - eta).square())
+        weight = torch._standard_gamma((0.5 * (degrees + 1)).expand_as(rate).contiguous(), generator=generator) / rate
+        return weight * y, weight
 
     def sample(self, eta: Array, random: np.random.Generator, **parameters: Array) -> Array:
         noise: Array = random.standard_t(np.broadcast_to(parameters["degrees_of_freedom"], eta.shape))

@@ -19,12 +19,14 @@ from pyro_l0.maths.second_order import BATCH, STORED, open_positions
 from pyro_l0.maths.tempered_gibbs import counted
 from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
-__all__ = ["AugmentedChains", "JumpingChains", "continued", "draw_polya_gamma", "is_augmented"]
+__all__ = ["AugmentedChains", "JumpingChains", "continued", "is_augmented"]
 
 _CHAINS = 64  # fewer where their second derivatives fill the memory
 _FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
 _ENOUGH, _PRECISE = 0.015, 0.03  # standard errors up to which chains run: of gates, and of means in deviations
 _UNSURE, _SEEN = 0.1, 0.05  # error of a mean that is warned of, and how often its coefficient has to be open
+_PARAMETERS, _SEVERAL = 5, 3  # moves of the likelihood's parameters in a sweep of jumping and of augmented chains
+_PARAMETER_STEP = 4.8  # of them together, at most, in deviations and over the root of their number
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 
 
@@ -45,10 +47,13 @@ class ExactChains(ABC):
 
     sweeps: int  # between two looks at the error
     warm_up: float  # share of all sweeps
+    _eta: Tensor  # linear predictors, shape (chains, n, K)
+    _value: Tensor  # their log likelihood
+    _spread: Tensor  # of the likelihood's parameters, at the start
 
     def __init__(self, problem: Problem, z: Tensor, log_slab: Tensor, generator: torch.Generator) -> None:
         x = problem.x
-        self._problem, self._generator = problem, generator
+        self._problem, self._generator, self._done = problem, generator, 0
         gated = problem.gated
         self._features, self._slabs = x.shape[1] * problem.outputs, gated.shape[1] * problem.outputs
         self._x = torch.cat([gated, problem.ungated], 1)
@@ -65,22 +70,27 @@ class ExactChains(ABC):
     ) -> SelectionPosterior:
         """Sweep until no standard error, if asked for of means, too, is above what is enough, or ``_ROUNDS`` rounds."""
         record: list[tuple[Tensor, ...]] = []
+        look = _FEWEST
         with counted(_FEWEST * self.sweeps, "sweeps of exact chains") as bar:
             for rounds in range(1, _ROUNDS + 1):
                 for _ in range(self.sweeps):
                     record.append((*self._sweep(), self._likelihood.theta))
+                    self._done += 1
                     bar.update()
+                if rounds < min(look, _ROUNDS):
+                    continue
                 used = record[int(self.warm_up * len(record)) :]
                 probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
                 found = standard_error(probs) if probs.shape[2] else probs[0, 0]
                 of_gates = found.max() if len(found) else found.sum()
                 apart = _error_of_means(*others[2:4]) if of_means else torch.zeros(())
                 worst = torch.maximum(of_gates / error, apart / _PRECISE)
-                is_enough = rounds >= _FEWEST and bool(worst <= 1)
-                needed = rounds if is_enough else max(_FEWEST, rounds + 1, rounds * float(worst) ** 2)
+                is_enough = bool(worst <= 1)
+                needed = rounds if is_enough else max(rounds + 1, rounds * float(worst) ** 2)
                 bar.total = self.sweeps * math.ceil(min(_ROUNDS, needed))
                 if is_enough:
                     break
+                look = rounds + 1 + rounds // 8
         disagree = (
             f"The chains disagree: the mean of a coefficient has a standard error of {apart:.2f} of its standard "
             "deviation. Set a smaller slab_scale or always_in_scale."
@@ -119,6 +129,24 @@ class ExactChains(ABC):
         """Which features there are, the constant one of the intercept included."""
         return pad(self._problem.switched(z), (0, int(self._problem.intercept)), value=True)
 
+    def _predictors(self, beta: Tensor) -> Tensor:
+        eta: Tensor = self._x @ beta.view(len(beta), -1, self._problem.outputs)
+        return eta
+
+    def _move_parameters(self) -> None:
+        """Of the likelihood, drawn anew or along the mean curvature of their density at the start."""
+        if (redrawn := self._likelihood.redrawn(self._eta, self._generator)) is not None:
+            self._likelihood, self._value = redrawn, redrawn.value(self._eta)
+            return
+        theta = self._likelihood.theta
+        length = _PARAMETER_STEP * self._uniform()[:, None] / math.sqrt(theta.shape[1])
+        moved = self._likelihood.at(theta + length * self._normal(theta.shape[1]) @ self._spread)
+        value = moved.value(self._eta)
+        change = value - self._value + moved.log_prior() - self._likelihood.log_prior()
+        taken = self._uniform().log() < change
+        self._likelihood = moved.at(torch.where(taken[:, None], moved.theta, theta))
+        self._value = torch.where(taken, value, self._value)
+
     def _uniform(self) -> Tensor:
         return torch.rand(len(self.z), generator=self._generator, dtype=torch.float64)
 
@@ -126,12 +154,12 @@ class ExactChains(ABC):
         return torch.randn(len(self.z), *shape, generator=self._generator, dtype=torch.float64)
 
 
-_AUGMENTED_STEP = 0.5  # of the slab scale's logarithm
+_COMB, _TOOTH = 6, 1.0  # slab scales to choose from, and their distance in logarithms, at most
 
 
 def is_augmented(problem: Problem) -> bool:
-    """Whether a problem is a logistic regression with whole weights whose products of two features fit in memory."""
-    if not problem.family.is_logistic:
+    """Whether augmented chains suit a problem: rows of whole weights whose products of two features fit in memory."""
+    if not problem.family.is_augmented:
         return False
     rows = len(problem.y) if problem.weight is None else float(problem.weight.sum())
     is_whole = problem.weight is None or bool((problem.weight == problem.weight.floor()).all())
@@ -139,11 +167,12 @@ def is_augmented(problem: Problem) -> bool:
 
 
 class AugmentedChains(ExactChains):
-    """Gibbs sampling of logistic regressions (Polson, Scott and Windle 2013, arXiv:1205.0310, section 3.1).
+    """Gibbs sampling of regressions whose log likelihood is quadratic given variables that the family draws.
 
-    Given a Polya-Gamma variable for each observation, the log likelihood is quadratic, so that the coefficients are
-    integrated out for moves of the slab scale and of the gates. All log odds of the gates come from one matrix: that of
-    the quadratic, with the open coefficients swept out (Goodnight 1979). A flip sweeps one more, or takes one back.
+    For logits these are Polya-Gamma variables (Polson, Scott and Windle 2013, arXiv:1205.0310, section 3.1). The
+    coefficients are integrated out for moves of the slab scale and of the gates. All log odds of the gates come from
+    one matrix for each of K outputs: that of the quadratic, with the open coefficients swept out (Goodnight 1979). A
+    flip sweeps one more, or takes one back. Parameters of the family move before the variables are drawn anew.
     """
 
     sweeps, warm_up = 50, 0.25
@@ -154,69 +183,74 @@ class AugmentedChains(ExactChains):
             offset = None if problem.offset is None else problem.offset[rows]
             problem = replace(problem, x=problem.x[rows], y=problem.y[rows], offset=offset, weight=None)
         super().__init__(problem, z, log_slab, generator)
-        self._linear = self._score = self._x.T @ (problem.y - 0.5)
         self._upper = torch.triu_indices(*[self._x.shape[1]] * 2)
         self._products = self._x[:, self._upper[0]] * self._x[:, self._upper[1]]
+        self._eta = self._predictors(self.beta)
+        self._likelihood = self._likelihood.fitted(self._eta)
 
     def _sweep(self) -> tuple[Tensor, ...]:
-        eta, offset = self.beta @ self._x.T, self._problem.offset
-        augmented = draw_polya_gamma(eta if offset is None else eta + offset[:, 0], self._generator)
-        products = augmented @ self._products
-        if offset is not None:
-            self._linear = self._score - (augmented * offset[:, 0]) @ self._x
-        matrix = products.new_empty(len(products), *[self._x.shape[1]] * 2)
-        matrix[:, self._upper[0], self._upper[1]] = matrix[:, self._upper[1], self._upper[0]] = products
-        precision, root = self._moved_slab(matrix)
-        swept = self._swept_out(precision, root)
+        if self._done in (0, self.sweeps):
+            self._spread = self._likelihood.spread(self._eta)
+        if len(self._spread):
+            self._value = self._likelihood.value(self._eta)
+            for _ in range(_SEVERAL):
+                self._move_parameters()
+        slope, weight = self._likelihood.augmented(self._eta, self._generator)
+        self._linear = slope.mT @ self._x
+        products = weight.mT @ (self._products if weight.shape[1] > 1 else self._products.sum(0, keepdim=True))
+        matrix = products.new_empty(*products.shape[:2], *[self._x.shape[1]] * 2)
+        matrix[..., self._upper[0], self._upper[1]] = matrix[..., self._upper[1], self._upper[0]] = products
+        swept = self._swept_out(*self._moved_slab(matrix))
         logits = self._logits(swept, self.z)
         total = torch.zeros_like(logits)
         flips = 1 + self._problem.gates // 3
         for _ in range(flips):
             total += logits.sigmoid()
             swept, logits = self._flipped(swept, logits)
-        on = self._open(self.z)
-        mean = swept[:, :-1, -1] * on
-        eye = torch.eye(len(on[0])).to(mean)
-        covariance = torch.where(on[:, :, None] & on[:, None, :], -swept[:, :-1, :-1], eye)
+        on = self._open(self.z)[:, None]
+        mean = swept[..., :-1, -1] * on
+        eye = torch.eye(on.shape[2]).to(mean)
+        covariance = torch.where(on[..., :, None] & on[..., None, :], -swept[..., :-1, :-1], eye)
         noise = torch.randn(mean.shape, generator=self._generator, dtype=mean.dtype)
-        spread = torch.linalg.cholesky(covariance) @ noise[:, :, None]
-        self.beta = mean + spread[:, :, 0] * on
-        variance = covariance.diagonal(dim1=1, dim2=2) * on
+        spread = torch.linalg.cholesky(covariance) @ noise[..., None]
+        beta, variance = mean + spread[..., 0] * on, covariance.diagonal(dim1=2, dim2=3) * on
+        self.beta, mean, variance = (part.mT.flatten(1) for part in (beta, mean, variance))
+        self._eta = self._predictors(self.beta)
         return total / flips, self.z, self.log_slab, self.beta, mean, variance
 
     def _moved_slab(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """The precision of all coefficients, and the root of that of the open ones, after a step of the slab scale."""
-        prior, on = self._problem.prior, self._open(self.z)
-        eye = torch.eye(len(on[0])).to(matrix)
+        """The precision of all coefficients, and the root of that of the open ones, at a slab scale that is drawn.
 
-        def at(log_slab: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            slabs = (-2 * log_slab)[:, None].exp().expand(-1, self._slabs)
-            own = torch.cat([slabs, self._problem.ungated_precision.expand(len(on), -1)], 1)
-            precision = matrix + torch.diag_embed(own)
-            root = torch.linalg.cholesky(torch.where(on[:, :, None] & on[:, None, :], precision, eye))
-            white = torch.linalg.solve_triangular(root, (self._linear * on)[:, :, None], upper=False)
-            log_det = root.diagonal(dim1=1, dim2=2).log().sum(1) + on[:, : self._slabs].sum(1) * log_slab
-            return precision, root, 0.5 * white.square().sum((1, 2)) - log_det + prior.log_slab(log_slab)
-
-        precision, root, density = at(self.log_slab)
+        It is one of several at equal random distances, among which the last one has any place.
+        """
+        prior, on = self._problem.prior, self._open(self.z)[:, None, None]
+        log_slab = self.log_slab[:, None]
+        if prior.slab_scale is None:
+            place = torch.randint(_COMB, log_slab.shape, generator=self._generator)
+            log_slab = log_slab + _TOOTH * self._uniform()[:, None] * (torch.arange(_COMB) - place)
+        slabs = (-2 * log_slab)[:, :, None].exp().expand(-1, -1, self._problem.gated.shape[1])
+        own = torch.cat([slabs, self._problem.ungated_precision.expand(*log_slab.shape, -1)], 2)
+        precision = matrix[:, None] + torch.diag_embed(own)[:, :, None]
+        eye = torch.eye(on.shape[3]).to(matrix)
+        root = torch.linalg.cholesky(torch.where(on[..., :, None] & on[..., None, :], precision, eye))
+        white = torch.linalg.solve_triangular(root, (self._linear[:, None] * on)[..., None], upper=False)
+        count = matrix.shape[1] * on[:, 0, :, : slabs.shape[2]].sum(2)
+        log_det = root.diagonal(dim1=3, dim2=4).log().sum((2, 3)) + count * log_slab
         if prior.slab_scale is not None:
-            return precision, root
-        step = _AUGMENTED_STEP * torch.randn(len(self.z), generator=self._generator, dtype=torch.float64)
-        new_precision, new_root, new_density = at(self.log_slab + step)
-        taken = self._uniform().log() < new_density - density
-        self.log_slab = torch.where(taken, self.log_slab + step, self.log_slab)
-        both = ((precision, new_precision), (root, new_root))
-        precision, root = (torch.where(taken[:, None, None], new, old) for old, new in both)
-        return precision, root
+            return precision[:, 0], root[:, 0]
+        density = 0.5 * white.square().sum((2, 3, 4)) - log_det + prior.log_slab(log_slab)
+        drawn = torch.multinomial(density.softmax(1), 1, generator=self._generator)[:, 0]
+        self.log_slab = log_slab[self._chains, drawn]
+        return precision[self._chains, drawn], root[self._chains, drawn]
 
     def _swept_out(self, precision: Tensor, root: Tensor) -> Tensor:
         """The precision with the linear term as a further row and column, swept by the open coefficients."""
-        on = self._open(self.z)
-        inverse = pad(torch.cholesky_inverse(root) * (on[:, :, None] & on[:, None, :]), (0, 1, 0, 1))
+        on = self._open(self.z)[:, None]
+        inverse = pad(torch.cholesky_inverse(root) * (on[..., :, None] & on[..., None, :]), (0, 1, 0, 1))
         whole = pad(precision, (0, 1, 0, 1))
-        whole[:, :-1, -1] = whole[:, -1, :-1] = self._linear
+        whole[..., :-1, -1] = whole[..., -1, :-1] = self._linear
         solved = inverse @ whole
-        row, column = pad(on, (0, 1))[:, :, None], pad(on, (0, 1))[:, None, :]
+        row, column = pad(on, (0, 1))[..., :, None], pad(on, (0, 1))[..., None, :]
         closed = torch.where(column, solved.mT, whole - whole @ solved)
         return torch.where(row, torch.where(column, -inverse, solved), closed)
 
@@ -225,96 +259,49 @@ class AugmentedChains(ExactChains):
         below = torch.where(self.z, -logits, logits).sigmoid().cumsum(1)
         point = self._uniform()[:, None] * below[:, -1:]
         gate = torch.searchsorted(below, point).clamp(max=below.shape[1] - 1)
-        sign = 1.0 - 2.0 * self.z.gather(1, gate)[:, 0].double()
+        sign = 1.0 - 2.0 * self.z.gather(1, gate).double()
         new_z = self.z.scatter(1, gate, ~self.z.gather(1, gate))
         new = swept
         for members, valid in zip(self._members[gate[:, 0]].T, self._valid[gate[:, 0]].T, strict=True):
             step = self._swept(new, members, sign)
-            new = step if bool(valid.all()) else torch.where(valid[:, None, None], step, new)
+            new = step if bool(valid.all()) else torch.where(valid[:, None, None, None], step, new)
         new_logits = self._logits(new, new_z)
         new_total = torch.where(new_z, -new_logits, new_logits).sigmoid().sum(1)
         taken = (self._uniform() * new_total < below[:, -1])[:, None]
         self.z = torch.where(taken, new_z, self.z)
-        return torch.where(taken[:, :, None], new, swept), torch.where(taken, new_logits, logits)
+        return torch.where(taken[:, :, None, None], new, swept), torch.where(taken, new_logits, logits)
 
     def _swept(self, swept: Tensor, pivot: Tensor, sign: Tensor) -> Tensor:
         """Matrices with one more coefficient each swept out (sign 1), or one fewer (-1)."""
-        column = swept[self._chains, :, pivot]
-        corner = column[self._chains, pivot]
-        ratio = column / corner[:, None]
-        found = torch.baddbmm(swept, column[:, :, None], ratio[:, None, :], alpha=-1)
-        edge = sign[:, None] * ratio
-        edge[self._chains, pivot] = -1 / corner
-        found[self._chains, :, pivot] = found[self._chains, pivot] = edge
+        column = swept[self._chains, :, :, pivot]
+        corner = column[self._chains, :, pivot]
+        ratio = column / corner[..., None]
+        found = torch.addcmul(swept, column[..., :, None], ratio[..., None, :], value=-1)
+        edge = sign[:, :, None] * ratio
+        edge[self._chains, :, pivot] = -1 / corner
+        found[self._chains, :, :, pivot] = found[self._chains, :, pivot] = edge
         return found
 
     def _logits(self, swept: Tensor, z: Tensor) -> Tensor:
-        """Log odds of every gate given the others, the slab scale and the Polya-Gamma variables."""
+        """Log odds of every gate given the others, the slab scale and the variables that were drawn."""
         sign = 1.0 - 2.0 * z.double()
         if self._problem.gate_of is None:
-            corner, last = swept.diagonal(dim1=1, dim2=2)[:, : self._slabs], swept[:, : self._slabs, -1]
+            last = swept[..., : z.shape[1], -1]
+            corner = swept.diagonal(dim1=2, dim2=3)[..., : z.shape[1]]
             quadratic, log_det = last.square() / corner, corner.abs().log()
         else:
             both = self._valid[:, :, None] & self._valid[:, None, :]
-            squares = swept[:, self._members[:, :, None], self._members[:, None, :]]
+            squares = swept[:, :, self._members[:, :, None], self._members[:, None, :]]
             # Minus definite where the gate is open.
-            squares = torch.where(both, sign[:, :, None, None] * squares, torch.eye(both.shape[1]).to(squares))
-            last = swept[:, self._members, -1] * self._valid
+            of_sign = sign[:, None, :, None, None]
+            squares = torch.where(both, of_sign * squares, torch.eye(both.shape[1]).to(squares))
+            last = swept[:, :, self._members, -1] * self._valid
             root = torch.linalg.cholesky(squares)
             white = torch.linalg.solve_triangular(root, last[..., None], upper=False)
-            quadratic = sign * white.square().sum((2, 3))
-            log_det = 2 * root.diagonal(dim1=2, dim2=3).log().sum(2)
-        slabs = self._valid.sum(1) * self.log_slab[:, None]
-        return 0.5 * sign * (quadratic - log_det) - slabs + self._prior.logits(z.double())
-
-
-_CUT = 0.64  # where the two parts of the proposal meet
-_LEVY = 0.5 * math.erfc(1 / math.sqrt(2 * _CUT))  # half of the probability that a Levy variable is below the cut
-_SMALL = -math.log(2 * _LEVY)  # half tilts up to which Levy variables are the tighter proposal
-
-
-def draw_polya_gamma(tilt: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Exact draws of PG(1, tilt), in the shape of the tilts.
-
-    Devroye's rejection sampler as in Polson, Scott and Windle (2013), arXiv:1205.0310, section 4, with one difference:
-    what is proposed below the cut is not truncated beforehand, but rejected with the rest.
-    """
-    half = 0.5 * tilt.abs().flatten()
-    found = torch.empty_like(half)
-    everyone = torch.arange(len(half), device=half.device)
-    is_small = half < _SMALL
-    for part, is_levy in ((everyone[is_small], True), (everyone[~is_small], False)):
-        left = part
-        while len(left):
-            x, accepted = _proposed(half[left], is_levy, generator)
-            found[left[accepted]] = 0.25 * x[accepted]
-            left = left[~accepted]
-    return found.view_as(tilt)
-
-
-def _proposed(half: Tensor, is_levy: bool, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Proposals for J*(1, half), and which of them are accepted; below the cut, Levy or inverse Gaussian ones."""
-    part, place, level = torch.rand(3, len(half), generator=generator, dtype=half.dtype, device=half.device)
-    rate = 0.125 * math.pi**2 + 0.5 * half.square()
-    above = 0.5 * math.pi / rate * (-_CUT * rate).exp()
-    below = half.new_full((1,), 4 * _LEVY) if is_levy else 2 * (-half).exp()
-    is_above = part * (above + below) < above
-    exponential = _CUT - place.log() / rate
-    if is_levy:
-        x = torch.where(is_above, exponential, torch.special.ndtri(_LEVY * place).square().reciprocal())
-    else:
-        normal = torch.randn(len(half), generator=generator, dtype=half.dtype, device=half.device)
-        mean = 1 / half
-        spread = 0.5 * mean * normal.square()
-        smaller = mean / (1 + spread + (spread * (2 + spread)).sqrt())
-        x = torch.where(place * (mean + smaller) > mean, mean.square() / smaller, smaller)
-        x = torch.where(is_above, exponential, x)
-    # An alternating series; the next term is below 1e-15 of the first.
-    exponent = torch.where(x > _CUT, 0.5 * math.pi**2 * x, 2 / x)
-    share = 1 - 3 * (-2 * exponent).exp() + 5 * (-6 * exponent).exp()
-    if is_levy:
-        share = torch.where(is_above, share, share * (-0.5 * half.square() * x).exp())
-    return x, (level < share) & (is_above | (x <= _CUT))
+            quadratic = of_sign[..., 0, 0] * white.square().sum((3, 4))
+            log_det = 2 * root.diagonal(dim1=3, dim2=4).log().sum(3)
+        slabs = swept.shape[1] * self._valid.sum(1) * self.log_slab[:, None]
+        return 0.5 * sign * (quadratic - log_det).sum(1) - slabs + self._prior.logits(z.double())
 
 
 _TRIES = 16  # gates of a sweep, at most
@@ -324,8 +311,6 @@ _CANDIDATES = 2  # of a gate's coefficients
 _LEAPS = 4  # of a Hamiltonian move
 _SLABS = 5  # moves of the slab scale in a sweep
 _STEP, _STRETCH = 0.3, 0.3  # of its logarithm, alone and with the coefficients
-_PARAMETERS = 5  # moves of the likelihood's parameters in a sweep
-_PARAMETER_STEP = 4.8  # of them together, at most, in deviations and over the root of their number
 
 
 class _Open(NamedTuple):
@@ -361,7 +346,7 @@ class JumpingChains(ExactChains):
     ) -> None:
         """From coefficients and intercepts; gates are tried the more often the less sure ``probs`` are, ``(G,)``."""
         super().__init__(problem, z, log_slab, generator)
-        self._often, self._swept = (probs * (1 - probs) + _SELDOM).sqrt(), 0
+        self._often = (probs * (1 - probs) + _SELDOM).sqrt()
         self._outputs = torch.arange(problem.outputs)
         self._columns = self._x.T.contiguous()
         self.beta = beta
@@ -369,10 +354,9 @@ class JumpingChains(ExactChains):
         self._likelihood = self._likelihood.fitted(self._eta)
 
     def _sweep(self) -> tuple[Tensor, ...]:
-        if self._swept in (0, self.sweeps):
+        if self._done in (0, self.sweeps):
             self._quadratic = self._likelihood.quadratic(self._x, self._eta)
             self._spread = self._likelihood.spread(self._eta)
-        self._swept += 1
         probs = self.z.double()
         tries = min(_TRIES, len(self._often))
         often = self._often.expand(len(self.z), -1)
@@ -387,10 +371,6 @@ class JumpingChains(ExactChains):
         for _ in range(_PARAMETERS if len(self._spread) else 0):
             self._move_parameters()
         return probs, self.z, self.log_slab, self.beta, self.beta, torch.zeros_like(self.beta)
-
-    def _predictors(self, beta: Tensor) -> Tensor:
-        eta: Tensor = self._x @ beta.view(len(beta), -1, len(self._outputs))
-        return eta
 
     def _coefficients(self, features: Tensor, valid: Tensor) -> _Open:
         index = (features[:, :, None] * len(self._outputs) + self._outputs).flatten(1)
@@ -492,17 +472,6 @@ class JumpingChains(ExactChains):
         beta[:, : self._slabs] *= (stretched - self.log_slab).exp()[:, None]
         change = prior.log_slab(stretched) - prior.log_slab(self.log_slab)
         self._take(beta, self._predictors(beta), stretched, lambda value: value - self._value + change)
-
-    def _move_parameters(self) -> None:
-        """Of the likelihood, along the mean curvature of their density at the start."""
-        theta = self._likelihood.theta
-        length = _PARAMETER_STEP * self._uniform()[:, None] / math.sqrt(theta.shape[1])
-        moved = self._likelihood.at(theta + length * self._normal(theta.shape[1]) @ self._spread)
-        value = moved.value(self._eta)
-        change = value - self._value + moved.log_prior() - self._likelihood.log_prior()
-        taken = self._uniform().log() < change
-        self._likelihood = moved.at(torch.where(taken[:, None], moved.theta, theta))
-        self._value = torch.where(taken, value, self._value)
 
     def _take(self, beta: Tensor, eta: Tensor, log_slab: Tensor, log_ratio: Callable[[Tensor], Tensor]) -> None:
         """Go there, if the ratio, given the log likelihood there, is accepted."""

@@ -21,7 +21,14 @@ from pyro_l0.maths.tempered_gibbs import (
     sampled_on_expansions,
     sampled_target,
 )
-from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains, chains_of, continued, is_augmented
+from pyro_l0.selection.methods.exact_chains import (
+    AugmentedChains,
+    ExactChains,
+    JumpingChains,
+    chains_of,
+    continued,
+    is_augmented,
+)
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, Spectra
 from pyro_l0.selection.methods.grid import Grid, nodes_around_mode
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
@@ -175,6 +182,7 @@ def gate_of(problem: Problem) -> Tensor | None:
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
 _PRECISE = 0.012  # standard error above which augmented chains follow, and up to which they run
+_FEW = 10  # gates of which chains that follow anyway start from the prior
 _BRIEF = 0.5  # share of flips before chains that follow anyway
 _APART = 0.24  # nodes of the slab scale's logarithm, from a factor e below all that chains found to one above
 
@@ -198,8 +206,13 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     size = (problem.x.shape[1] + problem.intercept) * problem.outputs  # of coefficients and intercepts
 
     def jumped(z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, log_evidence: float) -> SelectionPosterior:
-        jumping = JumpingChains(problem, z, log_slab, beta[:, :size], probs, generator)
-        return jumping.posterior(log_evidence, draws, of_means=bool(problem.always))
+        chains: ExactChains
+        if is_augmented(problem):
+            chains = AugmentedChains(problem, z, log_slab, generator)
+            chains.sweeps = JumpingChains.sweeps
+        else:
+            chains = JumpingChains(problem, z, log_slab, beta[:, :size], probs, generator)
+        return chains.posterior(log_evidence, draws, _SURE, of_means=bool(problem.always))
 
     is_start = problem.is_sampled  # all that is asked of the expansion
 
@@ -213,6 +226,15 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         log_slab = torch.full((chains,), math.log(scale), dtype=torch.float64)
         beta = torch.zeros(chains, size, dtype=torch.float64)
         return jumped(z, log_slab, beta, log_slab[:0], math.nan)
+    if is_start and problem.gates <= _FEW:
+        walk = _Walk(problem, null_predictor(problem), effort)
+        probs = problem.prior.gates().active_prob.expand(problem.gates)
+        z = torch.rand(chains, problem.gates, generator=generator, dtype=torch.float64) < probs
+        log_slab = torch.full((chains,), math.log(problem.prior.slab_scale or problem.prior.slab_unit)).double()
+        beta, intercept = walk.means(z, log_slab)
+        return jumped(
+            z, log_slab, torch.cat([beta.flatten(1), intercept], 1), probs.new_full(probs.shape, 0.5), math.nan
+        )
     walk, run = sampled_on_expansions(
         lambda eta: _Walk(problem, eta, effort), null_predictor(problem), sampled, mean_predictor
     )

@@ -24,10 +24,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.model_selection import GridSearchCV
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from pyro_l0.selection import (
+    SpikeSlabClassifier,
+    SpikeSlabMultiTaskRegressor,
+    SpikeSlabNegativeBinomial,
+    SpikeSlabOrdinal,
+    SpikeSlabPoissonRegressor,
+    SpikeSlabRegressor,
+    SpikeSlabRobust,
+)
+from pyro_l0.selection.estimator import SpikeSlabEstimator
 from tests.bench.timing import options_of, table_head, table_row
 
 Array = NDArray[np.float64]
@@ -40,6 +50,15 @@ KINDS = {
     "Poisson 20,000": SpikeSlabPoissonRegressor,
     "linear 200 x 100": SpikeSlabRegressor,
     "linear 500 x 150, neighbours": SpikeSlabRegressor,
+    "ordinal 80 x 3": SpikeSlabOrdinal,
+    "negative binomial 80 x 3": SpikeSlabNegativeBinomial,
+    "Student t 80 x 3": SpikeSlabRobust,
+    "3 responses, 80 x 3": SpikeSlabMultiTaskRegressor,
+    "50 responses, 60 x 3": SpikeSlabMultiTaskRegressor,
+    "negative binomial 2,000 x 30": SpikeSlabNegativeBinomial,
+    "labels 10 x 2,000": SpikeSlabClassifier,
+    "z-scores 2,000": SpikeSlabRegressor,
+    "search 200 x 100": SpikeSlabRegressor,
 }
 
 
@@ -51,7 +70,9 @@ def design(name: str) -> tuple[Array, Array]:
         x, y = (load_wine if name == "wine" else load_breast_cancer)(return_X_y=True)
         return x, y.astype(float)
     rng = np.random.default_rng(0)
-    if name.startswith("linear"):
+    if name in list(KINDS)[7:-1]:
+        return further(name, rng)
+    if name.startswith(("linear", "search")):
         x = rng.normal(size=(500, 150) if "neighbours" in name else (200, 100))
         for j in range(1, x.shape[1] if "neighbours" in name else 0):
             x[:, j] = 0.9 * x[:, j - 1] + np.sqrt(1 - 0.9**2) * x[:, j]
@@ -63,8 +84,44 @@ def design(name: str) -> tuple[Array, Array]:
     return x, (eta + rng.logistic(size=len(x)) > 0).astype(float)
 
 
+def further(name: str, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Families whose parameters are sampled, and features that are more than observations; of z-scores, R and z."""
+    n, p = {"labels": (10, 2000), "z-scores": (3000, 2000), "50": (60, 3)}.get(name.split()[0], (80, 3))
+    n, p = (2000, 30) if "x 30" in name else (n, p)
+    x = rng.normal(size=(n, p))
+    for j in range(1, p if name.startswith("z") else 0):
+        x[:, j] = 0.9 * x[:, j - 1] + np.sqrt(1 - 0.9**2) * x[:, j]
+    effect = 0.3 * x[:, 0] + 0.15 * x[:, 1]
+    if name.startswith("z"):
+        y = effect + 0.3 * x[:, 1000] + rng.normal(size=n)
+        r = np.corrcoef(x.T, y)
+        return r[:-1, :-1], r[-1, :-1] * np.sqrt((n - 2) / (1 - r[-1, :-1] ** 2))
+    if name.startswith("negative"):
+        return x, rng.poisson(np.exp(1 + effect) * rng.gamma(2.0, 0.5, size=n)).astype(float)
+    if "responses" in name:
+        sizes = rng.normal(size=(2, int(name.split()[0])))
+        return x, 0.3 * x[:, :1] * sizes[0] + 0.15 * x[:, 1:2] * sizes[1] + rng.normal(size=(n, sizes.shape[1]))
+    if name.startswith("labels"):
+        return x, (x[:, 0] > 0).astype(float)
+    if name.startswith("ordinal"):
+        return x, np.digitize(2 * effect + rng.logistic(size=n), [-1, 0, 1.5]).astype(float)
+    return x, effect + rng.standard_t(3, size=n)
+
+
+def fitted(name: str, x: Array, y: Array, seed: int) -> SpikeSlabEstimator:
+    """The fit of a design; of a search over five rates and five folds, that to all rows."""
+    if name.startswith("z-scores"):
+        return SpikeSlabRegressor.from_z_scores(y, x, 3000, random_state=seed)
+    model = KINDS[name](random_state=seed)
+    if name.startswith("search"):
+        return GridSearchCV(model, {"rate": [0.01, 0.02, 0.05, 0.1, 0.2]}).fit(x, y).best_estimator_
+    return model.fit(x, y)
+
+
 def abess(name: str, x: Array, y: Array) -> str:
     """Seconds and the number of features that abess chooses."""
+    if name in list(KINDS)[7:]:
+        return "-"
     try:
         from abess.linear import LinearRegression, LogisticRegression, MultinomialRegression, PoissonRegression
     except ImportError:
@@ -98,7 +155,7 @@ def main() -> None:
     if options.units:
         print(f"A unit is {unit:.3f} s.\n")
     table_head("design", "seed", "time", "standard error", "difference", "long chain's error", "PIP > .5", "abess")
-    for name, kind in KINDS.items():
+    for name in KINDS:
         if options.design not in name:
             continue
         x, y = design(name)
@@ -107,7 +164,7 @@ def main() -> None:
             start = time.process_time()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                model = kind(random_state=seed).fit(x, y)
+                model = fitted(name, x, y, seed)
             seconds = f"{(time.process_time() - start) / unit:.1f}{' (warns)' if caught else ''}"
             cells = [f"{model.error_.max():.4f}", "-", "-"]
             if known is not None:
