@@ -21,11 +21,12 @@ from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "JumpingChains", "continued", "is_augmented"]
 
-_CHAINS = 64  # fewer where their second derivatives fill the memory
+_CHAINS, _ENTRIES = 64, 2**15  # at most, with linear predictors of up to so many observations where there are many
 _FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
 _ENOUGH, _PRECISE = 0.015, 0.03  # standard errors up to which chains run: of gates, and of means in deviations
 _UNSURE, _SEEN = 0.1, 0.05  # error of a mean that is warned of, and how often its coefficient has to be open
-_PARAMETERS, _SEVERAL = 5, 3  # moves of the likelihood's parameters in a sweep of jumping and of augmented chains
+_COMB, _FINE = 6, 2  # slab scales to choose from; their distance in logarithms is a uniform number to this power
+_PARAMETERS = 2  # moves of the likelihood's parameters in a sweep
 _PARAMETER_STEP = 4.8  # of them together, at most, in deviations and over the root of their number
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 
@@ -134,10 +135,7 @@ class ExactChains(ABC):
         return eta
 
     def _move_parameters(self) -> None:
-        """Of the likelihood, drawn anew or along the mean curvature of their density at the start."""
-        if (redrawn := self._likelihood.redrawn(self._eta, self._generator)) is not None:
-            self._likelihood, self._value = redrawn, redrawn.value(self._eta)
-            return
+        """Of the likelihood, along the mean curvature of their density at the start."""
         theta = self._likelihood.theta
         length = _PARAMETER_STEP * self._uniform()[:, None] / math.sqrt(theta.shape[1])
         moved = self._likelihood.at(theta + length * self._normal(theta.shape[1]) @ self._spread)
@@ -147,14 +145,20 @@ class ExactChains(ABC):
         self._likelihood = moved.at(torch.where(taken[:, None], moved.theta, theta))
         self._value = torch.where(taken, value, self._value)
 
+    def _comb(self) -> Tensor:
+        """Log slab scales at equal random distances, the last one in any place, of which one is chosen by density."""
+        place = torch.randint(_COMB, (len(self.z), 1), generator=self._generator)
+        return self.log_slab[:, None] + self._uniform()[:, None] ** _FINE * (torch.arange(_COMB) - place)
+
+    def _chosen(self, density: Tensor, comb: Tensor) -> tuple[Tensor, Tensor]:
+        which = torch.multinomial(density.softmax(1), 1, generator=self._generator)[:, 0]
+        return which, comb[self._chains, which]
+
     def _uniform(self) -> Tensor:
         return torch.rand(len(self.z), generator=self._generator, dtype=torch.float64)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(len(self.z), *shape, generator=self._generator, dtype=torch.float64)
-
-
-_COMB, _TOOTH = 6, 1.0  # slab scales to choose from, and their distance in logarithms, at most
 
 
 def is_augmented(problem: Problem) -> bool:
@@ -175,7 +179,7 @@ class AugmentedChains(ExactChains):
     flip sweeps one more, or takes one back. Parameters of the family move before the variables are drawn anew.
     """
 
-    sweeps, warm_up = 50, 0.25
+    sweeps, warm_up = 50, 0.35
 
     def __init__(self, problem: Problem, z: Tensor, log_slab: Tensor, generator: torch.Generator) -> None:
         if problem.weight is not None:
@@ -186,14 +190,17 @@ class AugmentedChains(ExactChains):
         self._upper = torch.triu_indices(*[self._x.shape[1]] * 2)
         self._products = self._x[:, self._upper[0]] * self._x[:, self._upper[1]]
         self._eta = self._predictors(self.beta)
-        self._likelihood = self._likelihood.fitted(self._eta)
+        if self._likelihood.redrawn(self._eta, generator) is None:
+            self._likelihood = self._likelihood.fitted(self._eta)
 
     def _sweep(self) -> tuple[Tensor, ...]:
-        if self._done in (0, self.sweeps):
-            self._spread = self._likelihood.spread(self._eta)
-        if len(self._spread):
+        if (redrawn := self._likelihood.redrawn(self._eta, self._generator)) is not None:
+            self._likelihood = redrawn
+        elif self._likelihood.theta.shape[1]:
+            if self._done in (0, self.sweeps):
+                self._spread = self._likelihood.spread(self._eta)
             self._value = self._likelihood.value(self._eta)
-            for _ in range(_SEVERAL):
+            for _ in range(_PARAMETERS):
                 self._move_parameters()
         slope, weight = self._likelihood.augmented(self._eta, self._generator)
         self._linear = slope.mT @ self._x
@@ -219,15 +226,9 @@ class AugmentedChains(ExactChains):
         return total / flips, self.z, self.log_slab, self.beta, mean, variance
 
     def _moved_slab(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """The precision of all coefficients, and the root of that of the open ones, at a slab scale that is drawn.
-
-        It is one of several at equal random distances, among which the last one has any place.
-        """
+        """The precision of all coefficients, and the root of that of the open ones, at a slab scale that is drawn."""
         prior, on = self._problem.prior, self._open(self.z)[:, None, None]
-        log_slab = self.log_slab[:, None]
-        if prior.slab_scale is None:
-            place = torch.randint(_COMB, log_slab.shape, generator=self._generator)
-            log_slab = log_slab + _TOOTH * self._uniform()[:, None] * (torch.arange(_COMB) - place)
+        log_slab = self.log_slab[:, None] if prior.slab_scale is not None else self._comb()
         slabs = (-2 * log_slab)[:, :, None].exp().expand(-1, -1, self._problem.gated.shape[1])
         own = torch.cat([slabs, self._problem.ungated_precision.expand(*log_slab.shape, -1)], 2)
         precision = matrix[:, None] + torch.diag_embed(own)[:, :, None]
@@ -239,8 +240,7 @@ class AugmentedChains(ExactChains):
         if prior.slab_scale is not None:
             return precision[:, 0], root[:, 0]
         density = 0.5 * white.square().sum((2, 3, 4)) - log_det + prior.log_slab(log_slab)
-        drawn = torch.multinomial(density.softmax(1), 1, generator=self._generator)[:, 0]
-        self.log_slab = log_slab[self._chains, drawn]
+        drawn, self.log_slab = self._chosen(density, log_slab)
         return precision[self._chains, drawn], root[self._chains, drawn]
 
     def _swept_out(self, precision: Tensor, root: Tensor) -> Tensor:
@@ -309,8 +309,6 @@ _NEWTON = 2  # steps to the middle of proposals
 _TAILS = 8  # degrees of freedom of proposals
 _CANDIDATES = 2  # of a gate's coefficients
 _LEAPS = 4  # of a Hamiltonian move
-_SLABS = 5  # moves of the slab scale in a sweep
-_STEP, _STRETCH = 0.3, 0.3  # of its logarithm, alone and with the coefficients
 
 
 class _Open(NamedTuple):
@@ -366,8 +364,7 @@ class JumpingChains(ExactChains):
         if self._x.shape[1]:
             self._move_coefficients()
         if self._problem.prior.slab_scale is None:
-            for _ in range(_SLABS):
-                self._move_slab()
+            self._move_slab()
         for _ in range(_PARAMETERS if len(self._spread) else 0):
             self._move_parameters()
         return probs, self.z, self.log_slab, self.beta, self.beta, torch.zeros_like(self.beta)
@@ -460,18 +457,17 @@ class JumpingChains(ExactChains):
         prior, own = self._problem.prior, self._problem.switched(self.z).sum(1) - self._problem.always
         count = own * len(self._outputs)
         square = self.beta[:, : self._slabs].square().sum(1)
-
-        def density(log_slab: Tensor) -> Tensor:
-            return prior.log_slab(log_slab) - count * log_slab - 0.5 * square * (-2 * log_slab).exp()
-
-        moved = self.log_slab + _STEP * self._normal()
-        taken = self._uniform().log() < density(moved) - density(self.log_slab)
-        self.log_slab = torch.where(taken, moved, self.log_slab)
-        stretched = self.log_slab + _STRETCH * self._normal()
-        beta = self.beta.clone()
-        beta[:, : self._slabs] *= (stretched - self.log_slab).exp()[:, None]
-        change = prior.log_slab(stretched) - prior.log_slab(self.log_slab)
-        self._take(beta, self._predictors(beta), stretched, lambda value: value - self._value + change)
+        comb = self._comb()
+        density = prior.log_slab(comb) - count[:, None] * comb - 0.5 * square[:, None] * (-2 * comb).exp()
+        _, self.log_slab = self._chosen(density, comb)
+        comb = self._comb()
+        stretch = (comb - self.log_slab[:, None]).exp()
+        gated = pad(self.beta[:, : self._slabs], (0, self.beta.shape[1] - self._slabs))
+        etas = self._eta[:, None] + (stretch - 1)[:, :, None, None] * self._predictors(gated)[:, None]
+        value = self._likelihood.value(etas.movedim(1, 0)).T
+        which, self.log_slab = self._chosen(value + prior.log_slab(comb), comb)
+        self.beta = self.beta + (stretch[self._chains, which] - 1)[:, None] * gated
+        self._eta, self._value = etas[self._chains, which], value[self._chains, which]
 
     def _take(self, beta: Tensor, eta: Tensor, log_slab: Tensor, log_ratio: Callable[[Tensor], Tensor]) -> None:
         """Go there, if the ratio, given the log likelihood there, is accepted."""
@@ -486,7 +482,8 @@ class JumpingChains(ExactChains):
 
 def chains_of(problem: Problem) -> int:
     """How many chains there are."""
-    return max(8, min(_CHAINS, BATCH // (len(problem.x) * problem.outputs**2)))
+    n = len(problem.x)
+    return max(8, min(_CHAINS, max(16, _ENTRIES // n), BATCH // (n * problem.outputs**2)))
 
 
 def continued(
