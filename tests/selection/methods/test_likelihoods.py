@@ -1,14 +1,15 @@
 """Likelihoods with parameters of their own, against scipy, autograd and posteriors by importance sampling."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
+from scipy import integrate, special, stats
 
 from pyro_l0.selection.methods import exact_chains
-from pyro_l0.selection.methods.exact_chains import JumpingChains
+from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
 from pyro_l0.selection.problem import Prior
 from tests.maths.spike_and_slab import seeded
 from tests.selection.families import named_problem
@@ -196,11 +197,40 @@ def test_moves_of_the_parameters(family):
         assert stats.kstest(np.interp(drawn, grid, below / below[-1]), "uniform").pvalue > 1e-3
 
 
+@torch.no_grad()
+def test_fifty_responses(monkeypatch):
+    """Given the scales responses are normal: against quadrature of slab and noise scales, which are narrow here."""
+    monkeypatch.setattr(exact_chains, "_ROUNDS", 6)
+    monkeypatch.setattr(AugmentedChains, "sweeps", 10)
+    rng = np.random.default_rng(1)
+    x, sizes = rng.normal(size=(40, 2)), rng.normal(size=(2, 50))
+    y = x @ ([[0.5], [0.285]] * sizes) + rng.normal(size=(40, 50))
+    given = named_problem("multivariate", torch.from_numpy(x), torch.from_numpy(y), Prior(0.5), True)
+    log_slab, log_noise = np.linspace(-3, 1, 81), np.linspace(-0.6, 0.6, 49)
+    prior, logs = half_cauchy(log_noise[:, None]), np.zeros((4, 81))
+    for k, z in enumerate(itertools.product([False, True], repeat=2)):
+        for i, tau in enumerate(np.exp(log_slab)):
+            values, vectors = np.linalg.eigh(tau**2 * x[:, z] @ x[:, z].T + 100)
+            variance = values.clip(min=0)[:, None] + np.exp(2 * log_noise)
+            normal = -0.5 * (np.log(variance).sum(0)[:, None] + (1 / variance).T @ (vectors.T @ y) ** 2)
+            each = special.logsumexp(normal + prior[:, None], axis=0)
+            logs[k, i] = each.sum() + stats.halfnorm.logpdf(tau) + np.log(tau)
+    pips = special.softmax(special.logsumexp(logs, axis=1)) @ list(itertools.product([0, 1], repeat=2))
+    found = closed(AugmentedChains, given).posterior(0.0, 100, 0.0)
+    assert 0.1 < pips[1] < 0.9
+    assert found.error.max() < 0.05
+    assert (np.abs(found.active_probs - pips) < 4 * found.error + 2e-3).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(family, JumpingChains) for family in FAMILIES]
+    + [(family, AugmentedChains) for family in FAMILIES if family != "negative_binomial"],
+)
 @torch.no_grad()
-def test_posteriors_by_importance(family, seed, monkeypatch):
+def test_posteriors_by_importance(family, kind, seed, monkeypatch):
     """Everything is learned: inclusion probabilities to .02, means of coefficients and of the parameters."""
     monkeypatch.setattr(exact_chains, "_ROUNDS", 12)
     given = problem(family, n=60, seed=seed)
@@ -218,7 +248,7 @@ def test_posteriors_by_importance(family, seed, monkeypatch):
     pips, coefs, expected = references(
         given.x.numpy(), log_density, d, given.outputs, intercept=given.intercept, shown=learned
     )
-    found = closed(JumpingChains, given, 64, seed).posterior(0.0, 4000, 0.0)
+    found = closed(kind, given, 64, seed).posterior(0.0, 4000, 0.0)
     np.testing.assert_allclose(found.active_probs, pips, atol=0.02)
     np.testing.assert_allclose(found.mean, coefs, atol=0.02)
     drawn = {**found.draws.learned, "noise_scale": found.draws.noise_scale}
