@@ -21,6 +21,7 @@ from pyro_l0.selection.problem import Draws, Problem, SelectionPosterior
 
 __all__ = ["AugmentedChains", "JumpingChains", "continued", "is_augmented"]
 
+_FEWEST_CHAINS = 8
 _CHAINS, _ENTRIES = 64, 2**15  # at most, with linear predictors of up to so many observations where there are many
 _FEWEST, _ROUNDS = 4, 24  # rounds of sweeps
 _ENOUGH, _PRECISE = 0.015, 0.03  # standard errors up to which chains run: of gates, and of means in deviations
@@ -145,10 +146,10 @@ class ExactChains(ABC):
         self._likelihood = moved.at(torch.where(taken[:, None], moved.theta, theta))
         self._value = torch.where(taken, value, self._value)
 
-    def _comb(self) -> Tensor:
+    def _comb(self, most: int = _COMB) -> Tensor:
         """Log slab scales at equal random distances, the last one in any place, of which one is chosen by density."""
-        place = torch.randint(_COMB, (len(self.z), 1), generator=self._generator)
-        return self.log_slab[:, None] + self._uniform()[:, None] ** _FINE * (torch.arange(_COMB) - place)
+        place = torch.randint(most, (len(self.z), 1), generator=self._generator)
+        return self.log_slab[:, None] + self._uniform()[:, None] ** _FINE * (torch.arange(most) - place)
 
     def _chosen(self, density: Tensor, comb: Tensor) -> tuple[Tensor, Tensor]:
         which = torch.multinomial(density.softmax(1), 1, generator=self._generator)[:, 0]
@@ -167,7 +168,7 @@ def is_augmented(problem: Problem) -> bool:
         return False
     rows = len(problem.y) if problem.weight is None else float(problem.weight.sum())
     is_whole = problem.weight is None or bool((problem.weight == problem.weight.floor()).all())
-    return is_whole and rows * (problem.x.shape[1] + 1) ** 2 <= 2 * STORED
+    return is_whole and max(rows, _FEWEST_CHAINS * problem.outputs) * (problem.x.shape[1] + 1) ** 2 <= 2 * STORED
 
 
 class AugmentedChains(ExactChains):
@@ -228,7 +229,8 @@ class AugmentedChains(ExactChains):
     def _moved_slab(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """The precision of all coefficients, and the root of that of the open ones, at a slab scale that is drawn."""
         prior, on = self._problem.prior, self._open(self.z)[:, None, None]
-        log_slab = self.log_slab[:, None] if prior.slab_scale is not None else self._comb()
+        most = max(2, min(_COMB, STORED // matrix.numel()))
+        log_slab = self.log_slab[:, None] if prior.slab_scale is not None else self._comb(most)
         slabs = (-2 * log_slab)[:, :, None].exp().expand(-1, -1, self._problem.gated.shape[1])
         own = torch.cat([slabs, self._problem.ungated_precision.expand(*log_slab.shape, -1)], 2)
         precision = matrix[:, None] + torch.diag_embed(own)[:, :, None]
@@ -482,8 +484,9 @@ class JumpingChains(ExactChains):
 
 def chains_of(problem: Problem) -> int:
     """How many chains there are."""
-    n = len(problem.x)
-    return max(8, min(_CHAINS, max(16, _ENTRIES // n), BATCH // (n * problem.outputs**2)))
+    n, outputs = len(problem.x), problem.outputs
+    room = STORED // (outputs * (problem.x.shape[1] + 1) ** 2) if is_augmented(problem) else BATCH // (n * outputs**2)
+    return max(_FEWEST_CHAINS, min(_CHAINS, max(16, _ENTRIES // n), room))
 
 
 def continued(

@@ -206,8 +206,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     size = (problem.x.shape[1] + problem.intercept) * problem.outputs  # of coefficients and intercepts
 
     def jumped(z: Tensor, log_slab: Tensor, beta: Tensor, probs: Tensor, log_evidence: float) -> SelectionPosterior:
-        chains: ExactChains
-        if is_augmented(problem):
+        chains: ExactChains  # augmented ones flip gates
+        if problem.gates and is_augmented(problem):
             chains = AugmentedChains(problem, z, log_slab, generator)
             chains.sweeps = JumpingChains.sweeps
         else:
@@ -232,9 +232,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         z = torch.rand(chains, problem.gates, generator=generator, dtype=torch.float64) < probs
         log_slab = torch.full((chains,), math.log(problem.prior.slab_scale or problem.prior.slab_unit)).double()
         beta, intercept = walk.means(z, log_slab)
-        return jumped(
-            z, log_slab, torch.cat([beta.flatten(1), intercept], 1), probs.new_full(probs.shape, 0.5), math.nan
-        )
+        beta = torch.cat([beta.flatten(1), intercept], 1)
+        return jumped(z, log_slab, beta, torch.full_like(probs, 0.5), math.nan)
     walk, run = sampled_on_expansions(
         lambda eta: _Walk(problem, eta, effort), null_predictor(problem), sampled, mean_predictor
     )
