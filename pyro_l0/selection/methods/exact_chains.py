@@ -187,7 +187,9 @@ class AugmentedChains(ExactChains):
             rows = torch.arange(len(problem.y)).repeat_interleave(problem.weight.long())
             offset = None if problem.offset is None else problem.offset[rows]
             problem = replace(problem, x=problem.x[rows], y=problem.y[rows], offset=offset, weight=None)
-        super().__init__(problem, z, log_slab, generator)
+        # As many chains as have room for their matrices.
+        room = max(_FEWEST_CHAINS, STORED // (problem.outputs * (problem.x.shape[1] + 1) ** 2))
+        super().__init__(problem, z[:room], log_slab[:room], generator)
         self._upper = torch.triu_indices(*[self._x.shape[1]] * 2)
         self._products = self._x[:, self._upper[0]] * self._x[:, self._upper[1]]
         self._eta = self._predictors(self.beta)
@@ -484,9 +486,8 @@ class JumpingChains(ExactChains):
 
 def chains_of(problem: Problem) -> int:
     """How many chains there are."""
-    n, outputs = len(problem.x), problem.outputs
-    room = STORED // (outputs * (problem.x.shape[1] + 1) ** 2) if is_augmented(problem) else BATCH // (n * outputs**2)
-    return max(_FEWEST_CHAINS, min(_CHAINS, max(16, _ENTRIES // n), room))
+    n = len(problem.x)
+    return max(_FEWEST_CHAINS, min(_CHAINS, max(16, _ENTRIES // n), BATCH // (n * problem.outputs**2)))
 
 
 def continued(
