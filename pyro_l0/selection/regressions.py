@@ -69,10 +69,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000
             features; ``"auto"`` enumerates up to 15 features, 13 with a background, or 8 in families other than the
-            Gaussian (9 up to 1,000 observations), and samples more. Regressions with a dispersion, thresholds,
-            Student-t noise or several responses sample parameters, gates and coefficients together, without an
-            approximation: ``method`` is then ``"auto"`` or ``"tempered"``, and ``log_evidence_`` is NaN, as it is not
-            estimated.
+            Gaussian (9 up to 1,000 observations), and samples more. Regressions with a dispersion, thresholds or
+            Student-t noise sample parameters, gates and coefficients together, without an approximation: ``method`` is
+            then ``"auto"`` or ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
         groups: the group of each feature, shape ``(p,)`` or by names as for ``rate``: whole numbers from 0 on. A group
             has one gate, which opens or closes all of its coefficients. None: each feature, and each categorical
             column, is one.
@@ -236,17 +235,10 @@ class SpikeSlabRegressor(SpikeSlabRegression):
                 "Expected X_mean and y_mean both or neither, and neither without an intercept, but got "
                 f"{x_mean!r} and {y_mean!r}."
             )
-        x: Any = rows.x if x_mean is None else rows.x + checked_means(x_mean, rows)
-        if rows.names is not None:
-            import pandas
-
-            x = pandas.DataFrame(x, columns=rows.names)
-        self.fit(x, rows.y + (y_mean or 0.0), sample_weight=np.full(len(rows.y), n / len(rows.y)))
-        del self._data  # which has no observation of its own
-        if self.fit_intercept and not is_known:
-            self.intercept_ = np.nan
-            self.draws_ = self.draws_._replace(intercept=np.full_like(self.draws_.intercept, np.nan))
-        return self
+        if x_mean is not None:
+            rows = rows._replace(x=rows.x + checked_means(x_mean, rows))
+        self.fit(rows.table, rows.y + (y_mean or 0.0), sample_weight=np.full(len(rows.y), n / len(rows.y)))
+        return self._without_observations(self.fit_intercept and not is_known)
 
 
 class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[misc]

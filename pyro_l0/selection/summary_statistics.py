@@ -37,6 +37,15 @@ class Observations(NamedTuple):
     y: Array  # shape (m,)
     names: list[Any] | None  # of the features
 
+    @property
+    def table(self) -> Any:
+        """The features, with their names if they have any."""
+        if self.names is None:
+            return self.x
+        import pandas
+
+        return pandas.DataFrame(self.x, columns=self.names)
+
 
 class _Correlations(NamedTuple):
     """A correlation matrix V diag(lambda) V'."""

@@ -40,6 +40,7 @@ class Family(ABC):
             of y (:meth:`unit`), an offset is a shift of y, and the mean is eta.
         has_closed_form: whether coefficients, intercept and noise are integrated out in closed form, which only the
             normal distribution has.
+        is_joint: whether each of its K responses is a linear regression of its own; one that is NaN was not observed.
         is_logistic: whether Polya-Gamma variables make the log likelihood quadratic, as for logits of 0 and 1.
         is_partial: whether there is a likelihood of all observations alone, such as a partial one, and none of each.
         reach: by how much a Newton step may change a linear predictor.
@@ -51,6 +52,7 @@ class Family(ABC):
     has_intercept: ClassVar[bool] = True
     is_location: ClassVar[bool] = False
     has_closed_form: ClassVar[bool] = False
+    is_joint: ClassVar[bool] = False
     is_logistic: ClassVar[bool] = False
     is_partial: ClassVar[bool] = False
     reach: ClassVar[float] = 3.0
@@ -106,8 +108,8 @@ class Family(ABC):
         """Where the prior of the intercept is, if ``is_location``, shape ``(K,)``: the weighted mean."""
         return np.atleast_1d(np.average(y, axis=0, weights=weight))
 
-    def unit(self, y: Array, weight: Array) -> float | Array:
-        """The size of y around its middle, if ``is_location``, for the priors; responses are divided by an array."""
+    def unit(self, y: Array, weight: Array) -> float:
+        """The size of y around its middle, if ``is_location``, for the priors."""
         return float(np.sqrt(np.average(y**2, axis=0, weights=weight).mean()))
 
     def observed(self, y: Array) -> Mapping[str, Array]:

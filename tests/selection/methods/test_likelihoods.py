@@ -54,16 +54,6 @@ def half_cauchy_and_gamma(theta):
     return stats.halfcauchy.logpdf(scale) + stats.gamma.logpdf(degrees, 2, scale=10) + theta.sum(1)
 
 
-def normals(y, eta, theta):
-    """Of all responses together."""
-    return stats.norm.logpdf(y, eta, np.exp(theta)[:, None]).sum(2)
-
-
-def half_cauchy(theta):
-    """Log density of the logarithms of half-Cauchy scales."""
-    return (stats.halfcauchy.logpdf(np.exp(theta)) + theta).sum(1)
-
-
 # Of each family the log likelihood and the log prior, and which parameters theta stands for.
 FAMILIES = {
     "negative_binomial": (negative_binomial, half_normal_root, lambda theta: {"dispersion": np.exp(theta[:, 0])}),
@@ -73,7 +63,6 @@ FAMILIES = {
         half_cauchy_and_gamma,
         lambda theta: {"noise_scale": np.exp(theta[:, 0]), "degrees_of_freedom": np.exp(theta[:, 1])},
     ),
-    "multivariate": (normals, half_cauchy, lambda theta: {"noise_scale": np.exp(theta)}),
 }
 
 
@@ -87,8 +76,6 @@ def problem(family, n=40, p=3, seed=0, weight=None):
         y = np.digitize(0.5 * x[:, 0] + rng.logistic(size=n), [-1, 1.5]).astype(float)
     elif family == "student":
         y = 1 + 0.4 * x[:, 0] + rng.standard_t(2.5, size=n)
-    elif family == "multivariate":
-        y = x[:, [0]] * [0.25, 0.1] + rng.normal(size=(n, 2)) * [1.0, 0.7]
     else:
         y = rng.poisson(np.exp(1 + 0.3 * x[:, 0]) * rng.gamma(2.0, 0.5, size=n)).astype(float)
     both = torch.from_numpy(x), torch.from_numpy(y)
