@@ -15,6 +15,7 @@ from sklearn.metrics import r2_score
 from sklearn.utils import Tags, assert_all_finite
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
+from pyro_l0.selection.design.encode import tabular
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.families import (
     Bernoulli,
@@ -584,6 +585,7 @@ def _are_tables(X: Any) -> bool:
 
 def _stacked(tables: Sequence[Any]) -> Any:
     """Data sets of the same features, one below the other."""
+    tables = [tabular(table) for table in tables]
     names = [list(getattr(table, "columns", range(np.shape(table)[1]))) for table in tables]
     if wrong := [k for k, own in enumerate(names) if own != names[0]]:
         raise ValueError(
@@ -594,4 +596,8 @@ def _stacked(tables: Sequence[Any]) -> Any:
         return np.concatenate([np.asarray(table) for table in tables])
     import pandas
 
-    return pandas.concat(tables, ignore_index=True)
+    found = pandas.concat(tables, ignore_index=True)
+    for j, dtype in enumerate(tables[0].dtypes):
+        if str(dtype) == "category":  # whose levels may differ
+            found.isetitem(j, pandas.api.types.union_categoricals([table.iloc[:, j] for table in tables]))
+    return found

@@ -239,6 +239,22 @@ def test_sets_see_no_difference_of_means():
         model.to_arviz()
 
 
+def test_frames_with_levels():
+    """A level that one data set alone has is constant in the other."""
+    x, y = studies(seed=12)
+    letters = [list("abc") * 8 + ["a"], list("ab") * 20]
+    frames = [pd.DataFrame({"u": part[:, 0], "c": pd.Categorical(own)}) for part, own in zip(x, letters, strict=True)]
+    model = SpikeSlabMultiTaskRegressor(random_state=0).fit(frames, y)
+    assert [*model.get_feature_names_out(), *model.summary().index.get_level_values(0)[2::2]] == [
+        "u",
+        "c[a]",
+        "c[b]",
+        "c[c]",
+    ]
+    assert model.coef_[1, 3] == 0
+    assert model.coef_[0, 3] != 0
+
+
 def test_refused():
     x, y = studies()
     with pytest.raises(ValueError, match=r"y to be a list of 2 vectors, one for each X, of lengths \[25, 40\]"):
