@@ -56,7 +56,7 @@ class _Correlations(NamedTuple):
         constant = np.flatnonzero(deviations <= 10 * np.finfo(np.float64).eps * np.abs(rows).max(0))
         if len(constant):
             raise ValueError(
-                f"Expected each feature to vary in the panel R, but {names[constant[0]] if names else constant[0]!r} "
+                f"Expected each feature to vary in the panel R, but {names[constant[0]] if names else int(constant[0])!r} "
                 "does not; leave it out."
             )
         centred /= deviations * np.sqrt(len(rows))
