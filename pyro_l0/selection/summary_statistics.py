@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
@@ -31,6 +32,7 @@ _MISFIT, _SWITCHED, _NOTABLE = 20.0, 12.0, 0.005
 _SUSPECT, _LARGE, _MOST_SUSPECTS = 2.0, 2.0, 5
 # Of forward selection: the least share of a feature that those before leave, and the largest number.
 _LEFT, _STEPS = 1e-3, 50
+_SAMPLE = "Take R from the sample of z, with the same alleles counted, or pass panel_size where it is of a panel."
 
 
 class Observations(NamedTuple):
@@ -55,10 +57,8 @@ class _Correlations(NamedTuple):
         deviations = centred.std(0)
         constant = np.flatnonzero(deviations <= 10 * np.finfo(np.float64).eps * np.abs(rows).max(0))
         if len(constant):
-            raise ValueError(
-                f"Expected each feature to vary in the panel R, but {names[constant[0]] if names else int(constant[0])!r} "
-                "does not; leave it out."
-            )
+            called = _called(constant[:1], names)
+            raise ValueError(f"Expected each feature to vary in the panel R, but {called} does not; leave it out.")
         centred /= deviations * np.sqrt(len(rows))
         if len(rows) >= rows.shape[1]:
             return cls(*np.linalg.eigh(centred.T @ centred))
@@ -312,28 +312,22 @@ def _misfit(
         switched[j] += penalised(along - 2 * z[j] * vectors[j]) - given
     suspects = sorted((j for j in suspects if switched[j] > _SUSPECT), key=lambda j: -switched[j])
     is_switched = bool(suspects) and switched[suspects[0]] > _SWITCHED * (1 + len(z) / panel_size)
-    called = ", ".join(repr(names[j]) if names else str(j) for j in suspects)
-    if panel_size < np.inf:
-        if is_switched:
-            warnings.warn(
-                f"The z-scores do not fit the correlations R of the panel; the other sign is more probable for "
-                f"{called}. Count the same alleles in both, or leave these features out.",
-                UserWarning,
-                stacklevel=5,
-            )
-        return 0.0
-    share = float(_SHARES[fits[:, 0].argmax()])
-    if fits.max() - fits[0].max() <= _MISFIT and not is_switched:
+    is_exact = panel_size == np.inf
+    share = float(_SHARES[fits[:, 0].argmax()]) if is_exact else 0.0
+    if not is_switched and (not is_exact or fits.max() - fits[0].max() <= _MISFIT):
         return 0.0
     if share >= _NOTABLE or is_switched:
-        if not suspects:
-            worst = np.argsort(-np.abs(deviation) / precision**0.5)[:_MOST_SUSPECTS]
-            called = ", ".join(repr(names[j]) if names else str(j) for j in worst)
+        called = _called(suspects or np.argsort(-np.abs(deviation) / precision**0.5)[:_MOST_SUSPECTS], names)
+        taken = f", which were taken as (1 - s) R + s I with s = {share:.2g}" if is_exact else " of the panel"
         warnings.warn(
-            f"The z-scores do not fit the correlations R, which were taken as (1 - s) R + s I with s = {share:.2g}; "
+            f"The z-scores do not fit the correlations R{taken}; "
             f"{'the other sign is more probable for' if suspects else 'the largest deviations have'} {called}. "
-            "Take R from the sample of z, with the same alleles counted; or pass panel_size if it is of a panel.",
+            f"{_SAMPLE if is_exact else 'Count the same alleles in both, or leave these features out.'}",
             UserWarning,
-            stacklevel=4,
+            stacklevel=4 + (not is_exact),
         )
     return share
+
+
+def _called(features: Iterable[int], names: list[Any] | None) -> str:
+    return ", ".join(repr(names[j]) if names else str(j) for j in features)
