@@ -27,7 +27,7 @@ _LEAST_VARIANCE = 1e-8
 # By how many nats some share has to fit better than none, or one switched sign better than the given one: where the
 # correlations were right, up to 18 and 8 in 1,300 simulations of 200 and 2,000 features. With a panel of B rows the
 # latter is times 1 + p / B; without, it was up to 25 with 500 rows for 2,000. Lower shares are from rounding.
-_MISFIT, _SWITCHED, _NOTABLE = 20.0, 12.0, 0.005
+_MISFIT, _SWITCHED, _NOTABLE = 10.0, 12.0, 0.005
 # Nats and standard errors from which a sign is a suspect, as by Zou et al. (2022), and how many of these are looked at.
 _SUSPECT, _LARGE, _MOST_SUSPECTS = 2.0, 2.0, 5
 # Of forward selection: the least share of a feature that those before leave, and the largest number.
@@ -111,8 +111,8 @@ class _Correlations(NamedTuple):
         rows *= np.sqrt(m)
         return rows[:, :p], rows[:, p], rest
 
-    def forward(self, crossed: Array, weights: Array, noise: float = 0.0) -> tuple[float, float]:
-        """The square that forward selection explains, and the same less 2 log p + 4 for each feature.
+    def forward(self, crossed: Array, weights: Array, noise: float = 0.0) -> tuple[float, float, Array]:
+        """The square that forward selection explains, the same less 2 log p + 4 for each feature, and products left.
 
         The features' products are V diag(weights) V', and their products with what is explained are given. A step needs
         a square of 2 log p + 4, times 1 + noise * the square that is explained already.
@@ -133,7 +133,7 @@ class _Correlations(NamedTuple):
             crossed = crossed - column * crossed[best] / np.sqrt(left[best])
             left = left - column**2
             columns.append(column)
-        return total, total - penalty * len(columns)
+        return total, total - penalty * len(columns), crossed
 
 
 def of_moments(square_x: ArrayLike, crossed: ArrayLike, square_y: float, n: float) -> Observations:
@@ -284,22 +284,22 @@ def _misfit(
     along = vectors.T @ z
     outside = z - vectors @ along
     beyond = len(z) - len(values)
+    explained, penalised_square, rest = correlations.forward(z, values, 1 / panel_size)
 
     def variances(share: float) -> tuple[Array, float]:
         found: Array = noise * ((1 - share) * values + share) + n / len(z) * _EFFECTS * values**2
         return found.clip(min=_LEAST_VARIANCE), max(noise * share, _LEAST_VARIANCE)
 
-    fits = np.array(
-        [
-            -0.5 * (np.log(v) + along**2 / v).sum(1) - 0.5 * (beyond * np.log(w) + (beyond > 0) * outside @ outside / w)
-            for v, w in map(variances, _SHARES)
-        ]
-    )
-    best, effects = np.unravel_index(fits.argmax(), fits.shape)
-    of_all, of_rest = variances(_SHARES[best])
-    variance, rest = of_all[effects], (beyond > 0) / of_rest
-    precision = vectors**2 @ (1 / variance - rest) + rest
-    deviation = vectors @ (along / variance) + outside * rest  # precision times that of each from what others predict
+    def fits(of: Array) -> Array:
+        found = [(np.log(v) + of**2 / v).sum(1) + beyond * np.log(w) + outside_square / w for v, w in spread]
+        return -0.5 * np.array(found)
+
+    spread, outside_square = [variances(share) for share in _SHARES], (beyond > 0) * outside @ outside
+    by_effects = np.stack([fits(along), fits(vectors.T @ rest) - 0.5 * (explained - penalised_square)])
+    _, best, effects = np.unravel_index(by_effects.argmax(), by_effects.shape)
+    variance, outer = spread[best][0][effects], (beyond > 0) / spread[best][1]
+    precision = vectors**2 @ (1 / variance - outer) + outer
+    deviation = vectors @ (along / variance) + outside * outer  # precision times that of each from what others predict
     switched = np.where(np.abs(z) > _LARGE, 2 * z * (deviation - z * precision), -np.inf)
     squares = values**2 / variance
 
@@ -313,8 +313,8 @@ def _misfit(
     suspects = sorted((j for j in suspects if switched[j] > _SUSPECT), key=lambda j: -switched[j])
     is_switched = bool(suspects) and switched[suspects[0]] > _SWITCHED * (1 + len(z) / panel_size)
     is_exact = panel_size == np.inf
-    share = float(_SHARES[fits[:, 0].argmax()]) if is_exact else 0.0
-    if not is_switched and (not is_exact or fits.max() - fits[0].max() <= _MISFIT):
+    share = float(_SHARES[by_effects[0, :, 0].argmax()]) if is_exact else 0.0
+    if not is_switched and (not is_exact or by_effects.max() - by_effects[:, 0].max() <= _MISFIT):
         return 0.0
     if share >= _NOTABLE or is_switched:
         called = _called(suspects or np.argsort(-np.abs(deviation) / precision**0.5)[:_MOST_SUSPECTS], names)
