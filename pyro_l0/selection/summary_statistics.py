@@ -24,10 +24,11 @@ _ROUNDING = 1e-6
 _SHARES = np.concatenate([[0.0], np.geomspace(1e-4, 1.0, 41)])
 _EFFECTS = np.concatenate([[0.0], np.geomspace(1e-4, 1.0, 21)])[:, None]
 _LEAST_VARIANCE = 1e-8
-# By how many nats some share has to fit better than none, or one switched sign better than the given one: where the
-# correlations were right, up to 18 and 8 in 1,300 simulations of 200 and 2,000 features. With a panel of B rows the
-# latter is times 1 + p / B; without, it was up to 25 with 500 rows for 2,000. Lower shares are from rounding.
-_MISFIT, _SWITCHED, _NOTABLE = 10.0, 12.0, 0.005
+# By how many nats some share has to fit better than none, or one switched sign better than the given one: 8 were never
+# reached by signs in 1,050 simulations of 200 features with the right correlations. With a panel of B rows the latter
+# is times 3 + p / B: 17 were reached in 4 of 100 with 500 rows for 200 features, ten of which had z-scores of up to 40.
+# Lower shares are from rounded correlations.
+_MISFIT, _SWITCHED, _NOTABLE = 10.0, 9.0, 0.005
 # Nats and standard errors from which a sign is a suspect, as by Zou et al. (2022), and how many of these are looked at.
 _SUSPECT, _LARGE, _MOST_SUSPECTS = 2.0, 2.0, 5
 # Of forward selection: the least share of a feature that those before leave, and the largest number.
@@ -272,8 +273,9 @@ def _misfit(
 
     Along the eigenvectors z-scores are independent, N(0, noise ((1 - s) lambda + s) + t lambda^2), with independent
     effects of variance t: large effects, which are along large eigenvalues, do not count as a misfit. The s to shrink
-    by is the likeliest without them. A sign is suspect where the conditional distribution of one z-score given the
-    others makes the other sign more probable, and is named if it stays so once forward selection has added large
+    by is the likeliest without them. A few large effects are no misfit either: s and t are those of what forward
+    selection leaves, where this is likelier. A sign is suspect where the conditional distribution of one z-score given
+    the others makes the other sign more probable, and is named if it stays so once forward selection has added large
     effects to z-scores with one sign and with the other. A panel of a finite size always has a share; it is warned of
     for signs alone.
 
@@ -311,8 +313,8 @@ def _misfit(
     for j in suspects:
         switched[j] += penalised(along - 2 * z[j] * vectors[j]) - given
     suspects = sorted((j for j in suspects if switched[j] > _SUSPECT), key=lambda j: -switched[j])
-    is_switched = bool(suspects) and switched[suspects[0]] > _SWITCHED * (1 + len(z) / panel_size)
     is_exact = panel_size == np.inf
+    is_switched = bool(suspects) and switched[suspects[0]] > _SWITCHED * (1 if is_exact else 3 + len(z) / panel_size)
     share = float(_SHARES[by_effects[0, :, 0].argmax()]) if is_exact else 0.0
     if not is_switched and (not is_exact or by_effects.max() - by_effects[:, 0].max() <= _MISFIT):
         return 0.0
