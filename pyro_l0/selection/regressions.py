@@ -196,39 +196,67 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             >>> SpikeSlabRegressor.from_moments(*moments, n=100, random_state=0).select()
             array([0, 3])
         """
-        return cls(**parameters)._fit_summary(of_moments(XtX, Xty, yty, n), n, X_mean, y_mean)
+        return cls(**parameters)._fit_summary(of_moments(XtX, Xty, yty, n), X_mean, y_mean)
 
     @classmethod
-    def from_z_scores(cls, z: ArrayLike, R: ArrayLike, n: float, **parameters: Any) -> Self:
+    def from_z_scores(
+        cls, z: ArrayLike, R: ArrayLike, n: float, *, panel_size: float | None = None, **parameters: Any
+    ) -> Self:
         """Fit to z-scores of regressions on one feature each and the features' correlations, as in genetics.
+
+        Take R from the sample of z. If there is only a reference panel, say of how many rows it is: the posterior then
+        allows for the error of its correlations, which otherwise becomes false effects where n is far larger.
 
         The posterior is that of standardised features and y, so coefficients are in standard deviations of y for one of
         a feature. It is the one of the data if z are the t statistics of regressions with an intercept.
 
+        Of a panel of B rows, the error of R b adds about R h / B to the covariance R (1 - h) / n of X'y / n, with h the
+        share of y's variance that the effects b explain. So z count as those of n' observations, 1 / n' = 1 / n +
+        h / ((1 - h) B); h is what forward selection explains. This is an approximation: it is of normal features, takes
+        the estimated R where the true one stands, and has one n' for all effects, so that sets of the largest one are
+        wider than they have to be, and effects that explain less than about 25 / B of h are not found. An infinite B
+        changes nothing.
+
         Args:
             z: estimates divided by their standard errors, shape ``(p,)``.
-            R: correlations of the features, shape ``(p, p)``, in the same sample; a data frame gives names.
-            n: number of observations.
+            R: correlations of the features, shape ``(p, p)``, in the same sample or of a panel; or the rows of a panel,
+                shape ``(B, p)``, raw or standardised, from which no p x p matrix is made where B is smaller. A square R
+                is always one of correlations: of a panel with p rows, pass these. A data frame gives names.
+            n: number of observations that z are of.
+            panel_size: number of rows, B, of the panel that R is of; above 2. None: R is of the sample of z, or has the
+                rows itself.
             parameters: those of the constructor.
 
         Returns:
             The fitted estimator, with credible sets, whose purity is from R. It refuses to predict.
 
         Raises:
-            ValueError: R is no correlation matrix, or the shapes do not fit.
+            ValueError: R is no correlation matrix, a feature of a panel is constant, or the shapes do not fit.
 
         Warns:
-            UserWarning: z and R do not belong together, as where R is of another sample or alleles are switched. R is
-                then shrunk towards independence, the noise counts as at least as large as y, and the features that fit
-                worst are named.
+            UserWarning: z and R do not belong together, as where R is of another sample or alleles are switched. R of
+                the sample is then shrunk towards independence, the noise counts as at least as large as y, and the
+                features that fit worst are named. R of a panel is only compared for switched alleles, and not shrunk;
+                that a panel is of another population, say, may go unnoticed.
+
+        Example:
+            >>> import numpy as np
+            >>> rng = np.random.default_rng(0)
+            >>> x, panel = rng.normal(size=(5000, 30)), rng.normal(size=(200, 30))
+            >>> y = x[:, 3] - x[:, 7] + rng.normal(size=5000)
+            >>> r = np.corrcoef(x.T, y)[-1, :-1]
+            >>> z = r * np.sqrt(4998 / (1 - r**2))
+            >>> SpikeSlabRegressor.from_z_scores(z, panel, 5000, random_state=0).select()
+            array([3, 7])
 
         References:
-            Zou et al. (2022), PLoS Genetics 18(7): e1010299.
+            Zou et al. (2022), PLoS Genetics 18(7): e1010299, for the check; McCreight et al., SuSiE 2.0, for the noise
+            of a finite panel, there (h + (R b)_j^2) / B for each feature j and effect given the other effects.
         """
-        return cls(**parameters)._fit_summary(of_z_scores(z, R, n), n, None, None)
+        return cls(**parameters)._fit_summary(of_z_scores(z, R, n, panel_size), None, None)
 
-    def _fit_summary(self, rows: Observations, n: float, x_mean: ArrayLike | None, y_mean: float | None) -> Self:
-        """Fit to observations of equal weight that have the moments of n others, if means are known to be these."""
+    def _fit_summary(self, rows: Observations, x_mean: ArrayLike | None, y_mean: float | None) -> Self:
+        """Fit to observations of equal weight that have the moments of others, if means are known to be these."""
         is_known = x_mean is not None
         if is_known != (y_mean is not None) or (is_known and not self.fit_intercept):
             raise ValueError(
@@ -237,7 +265,8 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             )
         if x_mean is not None:
             rows = rows._replace(x=rows.x + checked_means(x_mean, rows))
-        self.fit(rows.table, rows.y + (y_mean or 0.0), sample_weight=np.full(len(rows.y), n / len(rows.y)))
+        weight = np.full(len(rows.y), rows.number / len(rows.y))
+        self.fit(rows.table, rows.y + (y_mean or 0.0), sample_weight=weight)
         return self._without_observations(self.fit_intercept and not is_known)
 
 

@@ -526,14 +526,22 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
 
     @classmethod
     def from_z_scores(
-        cls, z: Sequence[ArrayLike], R: Sequence[ArrayLike], n: Sequence[float], **parameters: Any
+        cls,
+        z: Sequence[ArrayLike],
+        R: Sequence[ArrayLike],
+        n: Sequence[float],
+        *,
+        panel_size: Sequence[float | None] | None = None,
+        **parameters: Any,
     ) -> Self:
         """Fit to z-scores and correlations of several populations or studies, as in genetics.
 
         Args:
             z: those of each, as for :meth:`SpikeSlabRegressor.from_z_scores`: a list of vectors of shape ``(p,)``.
-            R: correlations of the features in each, a list of matrices of shape ``(p, p)`` with the same features.
+            R: correlations of the features in each, a list of matrices of shape ``(p, p)``, or of rows of panels, with
+                the same features.
             n: numbers of observations.
+            panel_size: numbers of rows of the panels that R are of, None for R of the same sample.
             parameters: those of the constructor.
 
         Returns:
@@ -543,12 +551,16 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         Raises:
             ValueError: the lists are not of one length, or as for one study.
         """
-        if not len(z) == len(R) == len(n):
+        sizes = [None] * len(z) if panel_size is None else panel_size
+        if not len(z) == len(R) == len(n) == len(sizes):
             raise ValueError(
-                f"Expected as many z, R and n, one for each study, but got {len(z)}, {len(R)} and {len(n)}."
+                f"Expected as many z, R and n, one for each study, and panel_size, but got {len(z)}, {len(R)}, "
+                f"{len(n)} and {len(sizes)}."
             )
-        each = [of_z_scores(*study) for study in zip(z, R, n, strict=True)]
-        weight = [np.full(len(rows.y), number / len(rows.y)) for rows, number in zip(each, n, strict=True)]
+        each = []
+        for study in zip(z, R, n, sizes, strict=True):
+            each.append(of_z_scores(*study))  # not in a comprehension, whose frame warnings would name
+        weight = [np.full(len(rows.y), rows.number / len(rows.y)) for rows in each]
         fitted = cls(**parameters).fit([rows.table for rows in each], [rows.y for rows in each], weight)
         return fitted._without_observations(fitted.fit_intercept)
 
