@@ -557,9 +557,7 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
                 f"Expected as many z, R and n, one for each study, and panel_size, but got {len(z)}, {len(R)}, "
                 f"{len(n)} and {len(sizes)}."
             )
-        each = []
-        for study in zip(z, R, n, sizes, strict=True):
-            each.append(of_z_scores(*study))  # not in a comprehension, whose frame warnings would name
+        each = list(map(of_z_scores, z, R, n, sizes))  # without a frame, which warnings would name
         weight = [np.full(len(rows.y), rows.number / len(rows.y)) for rows in each]
         fitted = cls(**parameters).fit([rows.table for rows in each], [rows.y for rows in each], weight)
         return fitted._without_observations(fitted.fit_intercept)

@@ -261,9 +261,7 @@ def test_refused():
         fitted(x, y[::-1])
     with pytest.raises(ValueError, match=r"same features in all X, .* those of number 1 differ"):
         fitted([x[0], x[1][:, :2]], y)
-    with pytest.raises(
-        ValueError, match="as many z, R and n, one for each study, and panel_size, but got 2, 1, 2 and 2"
-    ):
+    with pytest.raises(ValueError, match="one for each study, and panel_size, but got 2, 1, 2 and 2"):
         SpikeSlabMultiTaskRegressor.from_z_scores([y, y], [x], [5, 5])
     with pytest.raises(ValueError, match="each response to vary, but that of column 1"):
         fitted(x, [y[0], 0 * y[1]])
