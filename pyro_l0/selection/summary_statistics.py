@@ -121,11 +121,13 @@ class _Correlations(NamedTuple):
         rows *= np.sqrt(m)
         return rows[:, :p], rows[:, p], rest
 
-    def forward(self, crossed: Array, weights: Array, noise: float = 0.0) -> tuple[float, float, Array]:
+    def forward(
+        self, crossed: Array, weights: Array, noise: float = 0.0, most: float = np.inf
+    ) -> tuple[float, float, Array]:
         """The square that forward selection explains, the same less 2 log p + 4 for each feature, and products left.
 
         The features' products are V diag(weights) V', and their products with what is explained are given. A step needs
-        a square of 2 log p + 4, times 1 + noise * the square that is explained already.
+        a square of 2 log p + 4, times 1 + noise * the square that is explained already. No more than the most can be.
         """
         vectors = self.vectors
         penalty = 2 * np.log(len(crossed)) + 4
@@ -134,6 +136,7 @@ class _Correlations(NamedTuple):
         least = _LEFT * left.max()
         for _ in range(_STEPS):
             gains = np.divide(crossed**2, left, out=np.zeros_like(left), where=left > least)
+            gains[total + gains > most] = 0.0
             best = int(gains.argmax())
             if gains[best] < penalty * (1 + noise * total):
                 break
@@ -295,7 +298,7 @@ def _misfit(
     along = vectors.T @ z
     outside = z - vectors @ along
     beyond = len(z) - len(values)
-    explained, penalised_square, rest = correlations.forward(z, values, 1 / panel_size)
+    explained, penalised_square, rest = correlations.forward(z, values, 1 / panel_size, n)
 
     def variances(share: float) -> tuple[Array, float]:
         found: Array = noise * ((1 - share) * values + share) + n / len(z) * _EFFECTS * values**2
@@ -315,7 +318,7 @@ def _misfit(
     squares = values**2 / variance
 
     def penalised(sign: Array) -> float:
-        return 0.5 * correlations.forward(vectors @ (values / variance * sign), squares)[1]
+        return 0.5 * correlations.forward(vectors @ (values / variance * sign), squares, most=n)[1]
 
     suspects = [j for j in np.argsort(-switched)[:_MOST_SUSPECTS] if switched[j] > _SUSPECT]
     given = penalised(along) if suspects else 0.0
@@ -325,7 +328,9 @@ def _misfit(
     is_exact = panel_size == np.inf
     is_switched = bool(suspects) and switched[suspects[0]] > _SWITCHED * (1 if is_exact else 3 + len(z) / panel_size)
     share = float(_SHARES[by_effects[0, :, 0].argmax()]) if is_exact else 0.0
-    if not is_switched and (not is_exact or by_effects.max() - by_effects[:, 0].max() <= _MISFIT):
+    least = 10 * len(z) * np.finfo(np.float64).eps * values.max()
+    is_possible = float((along**2 / values.clip(min=least)).sum()) <= n  # else features explain more than all of y
+    if not is_switched and (not is_exact or (is_possible and by_effects.max() - by_effects[:, 0].max() <= _MISFIT)):
         return 0.0
     if share >= _NOTABLE or is_switched:
         called = _called(suspects or np.argsort(-np.abs(deviation) / precision**0.5)[:_MOST_SUSPECTS], names)

@@ -304,3 +304,18 @@ def test_a_switched_allele_among_two_thousand(rows):
         z[switched] *= -1
         (message,) = is_warned(z, correlation, 50_000)
         assert re.search(r"the other sign is more probable for (\d+)", message)[1] == str(switched)
+
+
+@pytest.mark.parametrize("n", [400, 4000])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_switched_sign_that_would_explain_more_than_all_of_y(n, seed):
+    """Two of six features correlate by .9, and opposite effects of both would be of several deviations of y."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 6))
+    x[:, 1] = 0.9 * x[:, 0] + 0.44 * x[:, 1]
+    r = np.corrcoef(x.T, x[:, 0] + 0.5 * x[:, 3] + 2 * rng.normal(size=n))[-1, :-1]
+    z = r * np.sqrt((n - 2) / (1 - r**2))
+    of_z_scores(z, np.corrcoef(x.T), n)
+    z[1] *= -1
+    with pytest.warns(UserWarning, match=r"(probable for|deviations have) ([023], )?1"):
+        of_z_scores(z, np.corrcoef(x.T), n)
