@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -181,6 +181,45 @@ class CollapsedQuadratic:
                 open_.placed(open_.coloured(open_.whitened + _at(noise[batch], open_.index)), out=noise[batch])
             )
         return torch.cat(parts) * self._scale
+
+
+class Share(NamedTuple):
+    """One of several quadratic log likelihoods that share gates."""
+
+    quadratic: Quadratic
+    gate_of: Tensor | None  # which of its own gates each element has, as in CollapsedQuadratic
+    gates: Tensor  # which of all gates its own are
+
+
+class JointQuadratic(NamedTuple):
+    """Quadratic log likelihoods of coefficients of their own, each at a noise of its own, behind G shared gates."""
+
+    shares: tuple[Share, ...]
+    gates: int
+
+    def collapsed(self, noise: Tensor, scale: Tensor) -> CollapsedSum:
+        """At noise scales of each chain, shape ``(S, K)``, and a scale of the slabs, shape ``(S, 1)``."""
+        return CollapsedSum(
+            [
+                (CollapsedQuadratic(share.quadratic, scale, gate_of=share.gate_of, factor=own**-2), share.gates)
+                for share, own in zip(self.shares, noise.T, strict=True)
+            ],
+            self.gates,
+        )
+
+
+class CollapsedSum:
+    """Collapsed quadratics, each with which of the gates its own are, whose log odds and evidence add up."""
+
+    def __init__(self, parts: Sequence[tuple[CollapsedQuadratic, Tensor]], gates: int) -> None:
+        self._parts, self.gates = parts, gates
+
+    def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
+        """As those of :class:`CollapsedQuadratic`."""
+        found = prior_logits.to(z).expand(z.shape).clone()
+        for part, own in self._parts:
+            found.index_add_(1, own, part.log_bayes_factors(z[:, own]))
+        return found
 
 
 class PartConditionals(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.collapsed import CollapsedQuadratic, CollapsedSum, JointQuadratic
 from pyro_l0.maths.second_order import DesignQuadratic, LogLikelihood, Quadratic, laplace, quadratic_at
 
 _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
@@ -465,8 +465,8 @@ def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:
     return probs * (_START / probs.sum()).clamp(max=1.0)
 
 
-# Draws of the logarithms of noise and slab scale given gates of zeros and ones, shapes ``(S, G)`` and ``(S, 2)``.
-DrawScales = Callable[[Tensor, _Generator], Tensor]
+# Moves of the logarithms of noise and slab scales, shape ``(S, K + 1)``, given gates of zeros and ones, ``(S, G)``.
+MoveScales = Callable[[Tensor, Tensor, _Generator], Tensor]
 _EVERY = 12  # flips from one draw of the scales to the next
 
 
@@ -475,22 +475,24 @@ class GatesAndScales(Target):
 
     The chains sample p(z, theta | y) Z(z, theta) with theta, which is ``hyper``, the logarithms of the scales of noise
     and slabs, shape ``(chains, 2)``, and Z the sum of the rates at which gates are tried. Every few flips
-    ``draw_scales`` proposes theta anew from p(theta | y, z), and the ratio of Z accepts it; without it, both are known.
+    ``move_scales`` proposes another theta by a move that is reversible under p(theta | y, z), such as a draw from it,
+    and the ratio of Z accepts it; without it, both are known.
+    Of K quadratics with shared gates each has a noise of its own, and ``hyper`` the shape ``(chains, K + 1)``.
     """
 
     def __init__(
         self,
-        quadratic: Quadratic,
+        quadratic: Quadratic | JointQuadratic,
         prior: IndependentGates | BetaBinomialGates,
         start: Tensor,
-        draw_scales: DrawScales | None = None,
+        move_scales: MoveScales | None = None,
         *,
         gate_of: Tensor | None = None,
     ) -> None:
-        self._quadratic, self.prior, self._draw_scales, self._gate_of = quadratic, prior, draw_scales, gate_of
+        self._quadratic, self.prior, self._move_scales, self._gate_of = quadratic, prior, move_scales, gate_of
         self._flips = 0
         self.hyper = start
-        self._here = self.collapsed(start)
+        self._here = self._conditional(start)
         self._design: DesignQuadratic | None = None
         if isinstance(quadratic, DesignQuadratic) and gate_of is None and quadratic.parts > 1:
             self._design = quadratic
@@ -498,8 +500,15 @@ class GatesAndScales(Target):
 
     def collapsed(self, theta: Tensor) -> CollapsedQuadratic:
         """The likelihood and the slabs at scales of each chain, shape ``(S, 2)``."""
+        assert not isinstance(self._quadratic, JointQuadratic)
         noise, slab = theta.exp().T
         return CollapsedQuadratic(self._quadratic, slab[:, None], gate_of=self._gate_of, factor=noise**-2)
+
+    def _conditional(self, theta: Tensor) -> CollapsedQuadratic | CollapsedSum:
+        """The same, also of several quadratics."""
+        if isinstance(self._quadratic, JointQuadratic):
+            return self._quadratic.collapsed(theta[:, :-1].exp(), theta[:, -1:].exp())
+        return self.collapsed(theta)
 
     def logits(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.maths.tempered_gibbs.Target`."""
@@ -523,16 +532,16 @@ class GatesAndScales(Target):
         values = z if self.columns is None else self.columns.open.to(z)
         rates = self._rates(tried, values, logits)
         self._flips += 1
-        if self._draw_scales is None or self._flips % _EVERY:
+        if self._move_scales is None or self._flips % _EVERY:
             return logits, rates
-        theta = self._draw_scales(z, generator)
-        new_logits = self._at(self.collapsed(theta), z)
+        theta = self._move_scales(z, self.hyper, generator)
+        new_logits = self._at(self._conditional(theta), z)
         new_rates = self._rates(tried, values, new_logits)
         accept = torch.rand(len(z), generator=generator).to(z).log() < new_rates.log_total - rates.log_total
         # A gate that is always open has just closed: what the scales are given that is no part of the posterior.
         accept &= rates.log_total < torch.finfo(z.dtype).max / 2
         self.hyper = torch.where(accept[:, None], theta, self.hyper)
-        self._here = self.collapsed(self.hyper)
+        self._here = self._conditional(self.hyper)
         relative = torch.where(accept[:, None], new_rates.relative, rates.relative)
         rates = Rates(relative, torch.where(accept, new_rates.log_total, rates.log_total))
         return torch.where(accept[:, None], new_logits, logits), rates
@@ -547,11 +556,11 @@ class GatesAndScales(Target):
             tried = tried + 0.5 * self.columns.times * torch.sigmoid(logits)
         return Rates.of(tried, z, logits)
 
-    def _at(self, collapsed: CollapsedQuadratic, z: Tensor) -> Tensor:
+    def _at(self, collapsed: CollapsedQuadratic | CollapsedSum, z: Tensor) -> Tensor:
         """Log odds of the gates at some scales."""
-        if self._design is None:
-            return collapsed.gibbs_logits(z, self.prior.logits(z))
         design = self._design
+        if design is None or isinstance(collapsed, CollapsedSum):
+            return collapsed.gibbs_logits(z, self.prior.logits(z))
         anchors = torch.full_like(self._part, design.parts)
         found = collapsed.of_parts(z, torch.stack([self._part, anchors], 1))
         is_everywhere = found.open | (design.part_of[found.gates] == design.parts)
@@ -564,13 +573,13 @@ class GatesAndScales(Target):
     @property
     def anchors(self) -> Tensor:
         """The gates that are in every subset, shape ``(w,)``."""
-        everything = torch.arange(self.collapsed(self.hyper).gates, device=self.hyper.device)
+        everything = torch.arange(self._here.gates, device=self.hyper.device)
         return everything if self._design is None else self._design.members[-1]
 
     def anchor_logits(self, theta: Tensor, z: Tensor) -> Tensor:
         """Log odds of the anchors given all other gates, at scales of each vector; shape ``(S, w)``."""
-        collapsed = self.collapsed(theta)
-        if self._design is None:
+        collapsed = self._conditional(theta)
+        if self._design is None or isinstance(collapsed, CollapsedSum):
             return collapsed.gibbs_logits(z, self.prior.logits(z))
         found = collapsed.of_parts(z, torch.full((len(z), 1), self._design.parts, device=z.device))
         width = self._design.members.shape[1]

@@ -24,6 +24,7 @@ from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gat
 from pyro_l0.selection.design.design import Design
 from pyro_l0.selection.design.draft import Draft
 from pyro_l0.selection.design.encode import Encode, check_labels, coded, labels_of, levels_of, tabular
+from pyro_l0.selection.design.joint import JointDesign, design_of
 from pyro_l0.selection.design.noise import root_of
 from pyro_l0.selection.families import Binomial, Family
 from pyro_l0.selection.methods import METHODS, find_posterior
@@ -145,7 +146,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
         "family": [Family],
-        "background": ["boolean"],
+        "background": ["boolean", None],
         "ties": [StrOptions({"breslow", "efron"})],
         "random_state": ["random_state"],
         "verbose": ["boolean"],
@@ -234,10 +235,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         )
         self._encode.apply(draft)
         x, self._gate_of = draft.x, draft.gate_of
-        design = Design(draft)
+        design = design_of(draft)
         seed = seed_of(self.random_state)
         with progress(bool(self.verbose)):
-            posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
+            sought = design if isinstance(design, Design) and getattr(self, "background", False) is None else None
+            posterior, self.method_ = find_posterior(design.problem, self.method, sought, draws=_DRAWS, seed=seed)
         self._keep(design, posterior, seed)
         if rate is not None and not np.isnan(rate).any():
             self.rate_ = rate
@@ -251,7 +253,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.credible_sets_: list[CredibleSet] = credible_sets(
             open_gates(self.draws_.coefficients, self._gate_of) & ~self._is_in,
             np.where(self._is_in, 0.0, self.pip_),
-            x,
+            self._correlating(x, target, weight),
             names=self._gate_names(),
             gate_of=self._gate_of,
             weights=weight,
@@ -424,13 +426,17 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         the former are ``time`` and ``event``.
 
         Raises:
-            ValueError: a weight is not whole, or the fit was to summary statistics.
+            ValueError: a weight is not whole, or the fit was to summary statistics or several data sets.
             ImportError: arviz is not installed.
         """
         check_is_fitted(self)
         if not hasattr(self, "_data"):
             raise ValueError("Expected a fit to observations, but this one is to summary statistics; use sample().")
         x, y, weight, offset, trials = self._data
+        if self._family.is_joint and np.isnan(y).any():
+            raise ValueError(
+                "Expected a fit to responses of the same rows, but they are of several data sets; use sample()."
+            )
         if weight is not None:
             rows = _repeated(weight)
             x, y = x[rows], y[rows]
@@ -478,7 +484,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             "features, use method='enumerate'.",
         )
 
-    def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
+    def _keep(self, design: Design | JointDesign, found: SelectionPosterior, seed: int) -> None:
         """Set the attributes from a posterior of the problem, in the units of the data."""
         raw = design.posterior(found, seed)
         self.pip_, self.draws_, self.log_evidence_ = raw.active_probs, raw.draws, raw.log_evidence
@@ -514,6 +520,18 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
                 "sklearn.impute in front, or drop their rows or these features."
             )
         return found
+
+    def _correlating(self, x: Array, y: Array, weight: Array | None) -> Array:
+        """The features, of which those that correlate share credible sets."""
+        return x
+
+    def _without_observations(self, is_centred: bool) -> Self:
+        """After a fit to summary statistics, which have no observation; with an intercept, they have no means."""
+        del self._data
+        if is_centred:
+            self.intercept_ = self.intercept_ * np.nan
+            self.draws_ = self.draws_._replace(intercept=self.draws_.intercept * np.nan)
+        return self
 
     def _as_coef(self, values: Array) -> Array:
         """Coefficients of draws, shape ``(N, p K)``, in the shape ``(N, *coef_.shape)``."""

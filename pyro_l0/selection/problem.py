@@ -24,7 +24,7 @@ from pyro_l0.selection.families.likelihood import Likelihood
 if TYPE_CHECKING:
     from pyro_l0.selection.design.background import Background
 
-__all__ = ["RATIOS", "BackgroundEffects", "Draws", "Prior", "Problem", "SelectionPosterior"]
+__all__ = ["RATIOS", "BackgroundEffects", "Draws", "JointProblem", "Prior", "Problem", "SelectionPosterior"]
 
 # Of the variances of small effects and of noise, which are summed over.
 RATIOS = np.array([0.0, 0.02, 0.08, 0.32, 1.28, 5.12])
@@ -96,7 +96,7 @@ class SelectionPosterior(Trust):
         sd: standard deviations of the coefficients, shape ``(p, K)``.
         intercept: means of the intercepts, shape ``(K,)``; that of one that was integrated out has no sampling error.
         log_evidence: log p(y) in nats, or its estimate; NaN for a family whose parameters are
-            sampled (negative binomial, ordinal, Student-t, multivariate).
+            sampled (negative binomial, ordinal, Student-t).
         draws: joint draws.
         error: Monte Carlo standard errors of ``active_probs``, from the differences of chains and the weights of their
             draws, shape ``(G,)``; 0 without chains.
@@ -257,6 +257,11 @@ class Problem:
         return not self.family.has_closed_form and self.likelihood.theta.shape[1] > 0
 
     @property
+    def width(self) -> int:
+        """Number of features."""
+        return self.x.shape[1]
+
+    @property
     def gates(self) -> int:
         """Number of gates, G."""
         return self.x.shape[1] - self.always if self.gate_of is None else int(self.gate_of.max()) + 1
@@ -290,8 +295,44 @@ class Problem:
 
     def checked(self, z: Tensor) -> Tensor:
         """Gates as bool, if their shape is ``(S, G)`` with at least one row."""
-        if z.dim() != 2 or z.shape[1] != self.gates or not len(z):
-            raise ValueError(
-                f"Expected gates of shape (S, {self.gates}) with at least one row, but got {tuple(z.shape)}."
-            )
-        return z.to(torch.bool)
+        return _checked(z, self.gates)
+
+
+def _checked(z: Tensor, gates: int) -> Tensor:
+    if z.dim() != 2 or z.shape[1] != gates or not len(z):
+        raise ValueError(f"Expected gates of shape (S, {gates}) with at least one row, but got {tuple(z.shape)}.")
+    return z.to(torch.bool)
+
+
+@dataclass(frozen=True)
+class JointProblem:
+    """K Gaussian regressions, each with a noise of its own, that share gates and the scale of the slabs.
+
+    Attributes:
+        family: of their responses.
+        parts: the regressions, whose responses were divided by their size, so that one slab scale suits all.
+        gates_of: which of the gates those of each regression are: a feature that is constant in it has none there.
+        prior: of all gates, and of the slab scale.
+        gates: number of gates, G.
+    """
+
+    family: Family
+    parts: tuple[Problem, ...]
+    gates_of: tuple[Tensor, ...]
+    prior: Prior
+    gates: int
+    background: None = None
+    is_sampled: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of gates, which is what chains are the longer for."""
+        return self.gates
+
+    def switched(self, z: Tensor) -> Tensor:
+        """From values of gates to those of the features of one regression after the other."""
+        return torch.cat([part.switched(z[..., own]) for part, own in zip(self.parts, self.gates_of, strict=True)], -1)
+
+    def checked(self, z: Tensor) -> Tensor:
+        """Gates as bool, if their shape is ``(S, G)`` with at least one row."""
+        return _checked(z, self.gates)

@@ -62,17 +62,18 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         background: whether each feature with a gate has a small effect u, too, as in genetics: y ~ N(X (beta + u),
             noise). Small effects everywhere otherwise make credible sets that hold no large one. The u are normal with
             a common variance, for the features as the slabs see them. The ratio r of the variances that they and the
-            noise give y is 0 with a prior probability of .5, or one of five values from .02 to 5.12. The fit then takes
-            about six times as long, and sparse X become dense. Where few large effects explain y no better than many
-            small ones, sets are lost.
+            noise give y is 0 with a prior probability of .5, or one of five values from .02 to 5.12. True integrates
+            over r, which takes about six times as long and makes sparse X dense; False has none. None has one where
+            chains without it give r > 0 a probability above .3; not where all subsets are summed over, nor of sparse X
+            or more than 2,000 rows and features. Where few large effects explain y no better than many small ones, sets
+            are lost.
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000
             features; ``"auto"`` enumerates up to 15 features, 13 with a background, or 8 in families other than the
-            Gaussian (9 up to 1,000 observations), and samples more. Regressions with a dispersion, thresholds,
-            Student-t noise or several responses sample parameters, gates and coefficients together, without an
-            approximation: ``method`` is then ``"auto"`` or ``"tempered"``, and ``log_evidence_`` is NaN, as it is not
-            estimated.
+            Gaussian (9 up to 1,000 observations), and samples more. Regressions with a dispersion, thresholds or
+            Student-t noise sample parameters, gates and coefficients together, without an approximation: ``method`` is
+            then ``"auto"`` or ``"tempered"``, and ``log_evidence_`` is NaN, as it is not estimated.
         groups: the group of each feature, shape ``(p,)`` or by names as for ``rate``: whole numbers from 0 on. A group
             has one gate, which opens or closes all of its coefficients. None: each feature, and each categorical
             column, is one.
@@ -95,7 +96,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         rate_: posterior mean of the rate; the rates where features have their own.
         log_evidence_: log p(y) in nats, or its estimate; that of y without what an intercept and features with a flat
             prior explain. NaN where coefficients are so far from normal that it cannot be told.
-        background_: P(r | y), a dict by r; ``{0.0: 1.0}`` without a background.
+        background_: P(r | y), a dict by r; ``{0.0: 1.0}`` where it was not integrated over.
         background_coef_: posterior means of the small effects, shape ``(p,)``, which predictions add to ``coef_``; 0
             without a background, and for features that are always in.
         credible_sets_: groups of correlated features, one of which has an effect with probability .95 or more.
@@ -120,7 +121,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
     _takes_sparse = True
 
     noise_scale: float | None = None
-    background: bool = False
+    background: bool | None = None
 
     def fit(
         self,
@@ -197,56 +198,78 @@ class SpikeSlabRegressor(SpikeSlabRegression):
             >>> SpikeSlabRegressor.from_moments(*moments, n=100, random_state=0).select()
             array([0, 3])
         """
-        return cls(**parameters)._fit_summary(of_moments(XtX, Xty, yty, n), n, X_mean, y_mean)
+        return cls(**parameters)._fit_summary(of_moments(XtX, Xty, yty, n), X_mean, y_mean)
 
     @classmethod
-    def from_z_scores(cls, z: ArrayLike, R: ArrayLike, n: float, **parameters: Any) -> Self:
+    def from_z_scores(
+        cls, z: ArrayLike, R: ArrayLike, n: float, *, panel_size: float | None = None, **parameters: Any
+    ) -> Self:
         """Fit to z-scores of regressions on one feature each and the features' correlations, as in genetics.
+
+        Take R from the sample of z. If there is only a reference panel, say of how many rows it is: the posterior then
+        allows for the error of its correlations, which otherwise becomes false effects where n is far larger.
 
         The posterior is that of standardised features and y, so coefficients are in standard deviations of y for one of
         a feature. It is the one of the data if z are the t statistics of regressions with an intercept.
 
+        Of a panel of B rows, the error of R b adds about R h / B to the covariance R (1 - h) / n of X'y / n, with h the
+        share of y's variance that the effects b explain. So z count as those of n' observations, 1 / n' = 1 / n +
+        h / ((1 - h) B); h is what forward selection explains. This is an approximation: it is of normal features, takes
+        the estimated R where the true one stands, and has one n' for all effects, so that sets of the largest one are
+        wider than they have to be, and effects that explain less than about 25 / B of h are not found. An infinite B
+        changes nothing.
+
         Args:
             z: estimates divided by their standard errors, shape ``(p,)``.
-            R: correlations of the features, shape ``(p, p)``, in the same sample; a data frame gives names.
-            n: number of observations.
+            R: correlations of the features, shape ``(p, p)``, in the same sample or of a panel; or the rows of a panel,
+                shape ``(B, p)``, raw or standardised, from which no p x p matrix is made where B is smaller. A square R
+                is always one of correlations: of a panel with p rows, pass these. A data frame gives names.
+            n: number of observations that z are of.
+            panel_size: number of rows, B, of the panel that R is of; above 2. None: R is of the sample of z, or has the
+                rows itself.
             parameters: those of the constructor.
 
         Returns:
             The fitted estimator, with credible sets, whose purity is from R. It refuses to predict.
 
         Raises:
-            ValueError: R is no correlation matrix, or the shapes do not fit.
+            ValueError: R is no correlation matrix, a feature of a panel is constant, or the shapes do not fit.
 
         Warns:
-            UserWarning: z and R do not belong together, as where R is of another sample or alleles are switched. R is
-                then shrunk towards independence, the noise counts as at least as large as y, and the features that fit
-                worst are named.
+            UserWarning: z and R do not belong together, as where R is of another sample or alleles are switched. R of
+                the sample is then shrunk towards independence, the noise counts as at least as large as y, and the
+                features that fit worst are named. R of a panel is only compared for switched alleles, and not shrunk;
+                that a panel is of another population, say, may go unnoticed.
+
+        Example:
+            >>> import numpy as np
+            >>> rng = np.random.default_rng(0)
+            >>> x, panel = rng.normal(size=(5000, 30)), rng.normal(size=(200, 30))
+            >>> y = x[:, 3] - x[:, 7] + rng.normal(size=5000)
+            >>> r = np.corrcoef(x.T, y)[-1, :-1]
+            >>> z = r * np.sqrt(4998 / (1 - r**2))
+            >>> SpikeSlabRegressor.from_z_scores(z, panel, 5000, random_state=0).select()
+            array([3, 7])
 
         References:
-            Zou et al. (2022), PLoS Genetics 18(7): e1010299.
+            Zou et al. (2022), PLoS Genetics 18(7): e1010299, for the check; McCreight et al., SuSiE 2.0, for the noise
+            of a finite panel, there (h + (R b)_j^2) / B for each feature j and effect given the other effects.
         """
-        return cls(**parameters)._fit_summary(of_z_scores(z, R, n), n, None, None)
+        return cls(**parameters)._fit_summary(of_z_scores(z, R, n, panel_size), None, None)
 
-    def _fit_summary(self, rows: Observations, n: float, x_mean: ArrayLike | None, y_mean: float | None) -> Self:
-        """Fit to observations of equal weight that have the moments of n others, if means are known to be these."""
+    def _fit_summary(self, rows: Observations, x_mean: ArrayLike | None, y_mean: float | None) -> Self:
+        """Fit to observations of equal weight that have the moments of others, if means are known to be these."""
         is_known = x_mean is not None
         if is_known != (y_mean is not None) or (is_known and not self.fit_intercept):
             raise ValueError(
                 "Expected X_mean and y_mean both or neither, and neither without an intercept, but got "
                 f"{x_mean!r} and {y_mean!r}."
             )
-        x: Any = rows.x if x_mean is None else rows.x + checked_means(x_mean, rows)
-        if rows.names is not None:
-            import pandas
-
-            x = pandas.DataFrame(x, columns=rows.names)
-        self.fit(x, rows.y + (y_mean or 0.0), sample_weight=np.full(len(rows.y), n / len(rows.y)))
-        del self._data  # which has no observation of its own
-        if self.fit_intercept and not is_known:
-            self.intercept_ = np.nan
-            self.draws_ = self.draws_._replace(intercept=np.full_like(self.draws_.intercept, np.nan))
-        return self
+        if x_mean is not None:
+            rows = rows._replace(x=rows.x + checked_means(x_mean, rows))
+        weight = np.full(len(rows.y), rows.number / len(rows.y))
+        self.fit(rows.table, rows.y + (y_mean or 0.0), sample_weight=weight)
+        return self._without_observations(self.fit_intercept and not is_known)
 
 
 class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[misc]

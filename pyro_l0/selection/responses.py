@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from sklearn.metrics import r2_score
 from sklearn.utils import Tags, assert_all_finite
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length
 
+from pyro_l0.selection.design.encode import tabular
 from pyro_l0.selection.estimator import Array, SpikeSlabEstimator, SpikeSlabRegression
 from pyro_l0.selection.families import (
     Bernoulli,
@@ -28,6 +30,7 @@ from pyro_l0.selection.families import (
 from pyro_l0.selection.families.cox import CoxLikelihood
 from pyro_l0.selection.predictive import linear_predictors, parts_of
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor
+from pyro_l0.selection.summary_statistics import of_z_scores
 
 __all__ = [
     "SpikeSlabBinomialRegressor",
@@ -220,7 +223,7 @@ class SpikeSlabGLM(SpikeSlabRegression):
 
     def _reported(self, target: Array) -> set[str]:
         """The names of the family's parameters as users see them."""
-        if self.family.is_partial or not self.family.takes(target).all():
+        if self.family.is_partial or self.family.has_closed_form or not self.family.takes(target).all():
             return set()
         named = self.family.likelihood(torch.from_numpy(target), None, None, 1.0).named()
         return {*self.family.reported({name: value.numpy() for name, value in named.items()})}
@@ -450,26 +453,28 @@ class SpikeSlabRobust(SpikeSlabRegression):
 
 
 class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
-    r"""Linear regression of several responses, whose coefficients for one feature are all zero or none is.
+    r"""Linear regressions of several responses, or on several data sets, in which a feature has effects in all or none.
 
-    The model is that of :class:`SpikeSlabRegressor` for each of K responses, with a gate for each feature
-    and a noise scale :math:`\sigma_k` for each response,
+    Responses of the same observations are the columns of y. Populations or studies are lists of an X and a y for each,
+    with the same features. The model is that of :class:`SpikeSlabRegressor` for each of K responses or data sets, with
+    one gate for each feature, effects of their own, and a noise scale :math:`\sigma_k` for each,
 
-    .. math:: y_k \sim N(\text{intercept}_k + X \beta_k, \sigma_k^2), \quad \beta_{jk} = z_j w_{jk},
+    .. math:: y_k \sim N(\text{intercept}_k + X_k \beta_k, \sigma_k^2), \quad \beta_{jk} = z_j w_{jk}.
 
-    as in scikit-learn's ``MultiTaskLasso``. The noise of one response is independent of that of another. Responses are
-    divided by their standard deviations first, so that one slab scale suits all: it is in deviations of a response, and
-    half-normal with scale 1 if it is learned. An intercept is normal around the mean of its response, with ten of these
-    deviations; noise scales are half-Cauchy with one of them.
+    The noise of one response is independent of that of another. Each is divided by its standard deviation, less what
+    features that are always in explain, so that one slab scale suits all: it is in these deviations, and half-normal
+    with scale 1 if it is learned. Features are standardised within a data set, and may be constant in some.
 
-    A y of shape ``(n,)`` is one response, K = 1. Parameters and attributes are those of :class:`SpikeSlabRegressor`;
-    ``noise_scale`` is always learned, and these attributes differ.
+    A y of shape ``(n,)`` is one response, K = 1, and has the posterior of :class:`SpikeSlabRegressor`. Parameters and
+    attributes are those of it; ``noise_scale`` is always learned, ``"auto"`` enumerates up to 11 features, and these
+    attributes differ.
 
     Attributes:
         coef_: posterior means of the coefficients, shape ``(K, p)``.
         coef_sd_: posterior standard deviations of the coefficients, in the same shape.
         intercept_: posterior means of the intercepts, shape ``(K,)``.
         noise_scale_: posterior means of the noise's standard deviations, in the units of y, shape ``(K,)``.
+        credible_sets_: as there; features of several data sets correlate by all rows, less the means of their set.
 
     Example:
         >>> import numpy as np
@@ -479,18 +484,130 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         >>> model = SpikeSlabMultiTaskRegressor(random_state=0).fit(x, y)
         >>> model.select(), model.predict(x).shape
         (array([1]), (100, 3))
+        >>> two = SpikeSlabMultiTaskRegressor(random_state=0).fit(
+        ...     [x, x[:50]], [y[:, 0], y[:50, 1]]
+        ... )
+        >>> two.select(), two.coef_.shape
+        (array([1]), (2, 4))
     """
 
     _has_outputs = True
+    _set_of: NDArray[np.intp] | None = None  # the data set of each row, while several are fitted
+
+    def fit(self, X: Any, y: Any, sample_weight: Any | None = None, *, offset: Any | None = None) -> Self:
+        """Find the posterior of the coefficients, with errors and warnings as :meth:`SpikeSlabPoissonRegressor.fit`.
+
+        Args:
+            X: features, shape ``(n, p)``, or a list of K such tables, one for each data set.
+            y: observations, shape ``(n, K)``, or a list of K vectors, shape ``(n_k,)``.
+            sample_weight: how many equal observations each row stands for, shape ``(n,)``, or a list of such.
+            offset: known part of y, in its shape, or a list of such.
+
+        Returns:
+            The estimator. ``predict`` takes one X, and has a column for each data set.
+        """
+        if not _are_tables(X):
+            return self._fit(X, y, sample_weight, offset)
+        rows = [np.shape(table)[0] for table in X]
+        for name, parts in (("y", y), ("sample_weight", sample_weight), ("offset", offset)):
+            if parts is not None and [np.shape(part) for part in parts] != [(n,) for n in rows]:
+                raise ValueError(
+                    f"Expected {name} to be a list of {len(X)} vectors, one for each X, of lengths {rows}, but got "
+                    f"{[np.shape(part) for part in parts]}."
+                )
+        y, weight, known = (None if parts is None else np.concatenate(parts) for parts in (y, sample_weight, offset))
+        self._set_of = np.repeat(np.arange(len(X)), rows)
+        try:
+            if known is not None and len(X) > 1:
+                known = np.tile(known, (len(X), 1)).T
+            return self._fit(_stacked(X), y, weight, known)
+        finally:
+            del self._set_of
+
+    @classmethod
+    def from_z_scores(
+        cls,
+        z: Sequence[ArrayLike],
+        R: Sequence[ArrayLike],
+        n: Sequence[float],
+        *,
+        panel_size: Sequence[float | None] | None = None,
+        **parameters: Any,
+    ) -> Self:
+        """Fit to z-scores and correlations of several populations or studies, as in genetics.
+
+        Args:
+            z: those of each, as for :meth:`SpikeSlabRegressor.from_z_scores`: a list of vectors of shape ``(p,)``.
+            R: correlations of the features in each, a list of matrices of shape ``(p, p)``, or of rows of panels, with
+                the same features.
+            n: numbers of observations.
+            panel_size: numbers of rows of the panels that R are of, None for R of the same sample.
+            parameters: those of the constructor.
+
+        Returns:
+            The fitted estimator; its coefficients are in standard deviations of y_k for one of a feature. It refuses to
+            predict.
+
+        Raises:
+            ValueError: the lists are not of one length, or as for one study.
+        """
+        sizes = [None] * len(z) if panel_size is None else panel_size
+        if not len(z) == len(R) == len(n) == len(sizes):
+            raise ValueError(
+                f"Expected as many z, R and n, one for each study, and panel_size, but got {len(z)}, {len(R)}, "
+                f"{len(n)} and {len(sizes)}."
+            )
+        each = list(map(of_z_scores, z, R, n, sizes))  # without a frame, which warnings would name
+        weight = [np.full(len(rows.y), rows.number / len(rows.y)) for rows in each]
+        fitted = cls(**parameters).fit([rows.table for rows in each], [rows.y for rows in each], weight)
+        return fitted._without_observations(fitted.fit_intercept)
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
-        found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
-        target = np.array(target, dtype=np.float64).reshape(len(target), -1)
+        if self._set_of is None:
+            found, target = self._finite(x, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
+            target = np.array(target, dtype=np.float64).reshape(len(target), -1)
+        else:
+            found, of_own = self._finite(x, y, y_numeric=True, ensure_min_samples=2)
+            target = np.full((len(of_own), self._set_of[-1] + 1), np.nan)
+            target[np.arange(len(of_own)), self._set_of] = of_own
         self._outputs = "response", list(getattr(y, "columns", range(target.shape[1])))
         self._family = Multivariate(target.shape[1])
         return found, target
+
+    def _correlating(self, x: Array, y: Array, weight: Array | None) -> Array:
+        if not np.isnan(y).any():
+            return x
+        found = x.copy()
+        for own in ~np.isnan(y.T):
+            found[own] -= np.average(x[own], axis=0, weights=None if weight is None else weight[own])
+        return found
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output, tags.target_tags.single_output = True, False
         return tags
+
+
+def _are_tables(X: Any) -> bool:
+    """Whether there are several tables, in a list, and not one."""
+    return isinstance(X, list | tuple) and len(X) > 0 and all(np.ndim(table) == 2 for table in X)
+
+
+def _stacked(tables: Sequence[Any]) -> Any:
+    """Data sets of the same features, one below the other."""
+    tables = [tabular(table) for table in tables]
+    names = [list(getattr(table, "columns", range(np.shape(table)[1]))) for table in tables]
+    if wrong := [k for k, own in enumerate(names) if own != names[0]]:
+        raise ValueError(
+            f"Expected the same features in all X, in the same order, but those of number {wrong[0]} differ from those "
+            "of number 0; reorder or leave out columns."
+        )
+    if not all(hasattr(table, "iloc") for table in tables):
+        return np.concatenate([np.asarray(table) for table in tables])
+    import pandas
+
+    found = pandas.concat(tables, ignore_index=True)
+    for j, dtype in enumerate(tables[0].dtypes):
+        if str(dtype) == "category":  # whose levels may differ
+            found.isetitem(j, pandas.api.types.union_categoricals([table.iloc[:, j] for table in tables]))
+    return found

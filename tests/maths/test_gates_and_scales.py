@@ -45,7 +45,7 @@ def draws_of_scales(nodes, regression=REGRESSION):
     probs = joint(nodes, regression).softmax(1)
     digits = 2.0 ** torch.arange(regression.x.shape[1] - 1, -1, -1).double()
 
-    def draw(z, generator):
+    def draw(z, theta, generator):
         return nodes[probs[(z @ digits).long()].multinomial(1, generator=generator)[:, 0]]
 
     return draw

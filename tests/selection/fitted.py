@@ -23,8 +23,8 @@ from pyro_l0.selection import (
 
 ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
 # Those with parameters of their own.
-SAMPLED = [SpikeSlabNegativeBinomial, SpikeSlabMultiTaskRegressor, SpikeSlabOrdinal, SpikeSlabRobust]
-EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabBinomialRegressor, SpikeSlabCox]
+SAMPLED = [SpikeSlabNegativeBinomial, SpikeSlabOrdinal, SpikeSlabRobust]
+EVERY = [*ESTIMATORS, *SAMPLED, SpikeSlabMultiTaskRegressor, SpikeSlabBinomialRegressor, SpikeSlabCox]
 
 
 def data(kind, n=80, p=4, seed=0):

@@ -7,6 +7,9 @@ from scipy import special
 from scipy.sparse import csr_array
 
 from pyro_l0.selection import SpikeSlabRegressor
+from pyro_l0.selection.methods import background
+from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from tests.selection.families import design_of
 from tests.selection.references import by_densities, unknown_scales
 
 N, NOISE, SLAB = 30, 0.7, 0.6
@@ -124,8 +127,8 @@ def test_unknown_scales():
     spreads = [np.eye(20) + ratio * z @ z.T / 2 for ratio in RATIOS]
     gates, log = zip(*(unknown_scales(z, y, spread, [0.3, 0.3], y.std(), y.std()) for spread in spreads), strict=True)
     probs = special.softmax(np.array(log) + np.log(PRIOR)[:, None])
-    np.testing.assert_allclose([*model.background_.values()], probs.sum(1), atol=1e-3)
-    np.testing.assert_allclose(model.pip_, probs.sum(0) @ gates[0], atol=1e-3)
+    np.testing.assert_allclose([*model.background_.values()], probs.sum(1), atol=1e-4)
+    np.testing.assert_allclose(model.pip_, probs.sum(0) @ gates[0], atol=1e-4)
 
 
 def test_joint_draws_and_predictions():
@@ -203,3 +206,34 @@ def test_without_any():
     for each, p in ((model, 5), (plain, 5), (again, 3)):
         assert each.background_ == {0.0: 1.0}
         assert each.background_coef_.tolist() == [0.0] * p
+
+
+def test_probability_from_draws_without_a_background(monkeypatch):
+    """Those of a posterior that the other ratios' overlap."""
+    x, y = data()
+    rates = [0.3] * 5
+    design = design_of(x, y, rate=0.3, noise_scale=NOISE, slab_scale=SLAB, standardize=False)
+    draws = enumerate_posterior(design.problem, draws=4000, seed=0).draws
+    monkeypatch.setattr(background, "_SCREENED", 4000)
+    found = background.probability_of_background(design.problem, design.background, draws)
+    _, probs, _ = reference(x, y, rates)
+    assert 0.1 < probs[0] < 0.9
+    assert found == pytest.approx(1 - probs[0], abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_a_background_is_integrated_over_where_it_is_probable(share):
+    """Three large effects among 120 correlated features, and small ones of all that explain a share of y."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(500, 120)) @ np.linalg.cholesky(0.9 ** np.abs(np.subtract.outer(range(120), range(120)))).T
+    large, small = x[:, [20, 60, 100]] @ [1.0, -1.0, 1.0], x @ rng.normal(size=120)
+    noise = rng.normal(size=500)
+    y = 0.5 * large / large.std() + np.sqrt(share) * small / small.std() + np.sqrt(0.75 - share) * noise
+    model = SpikeSlabRegressor(random_state=0).fit(x, y)
+    other = SpikeSlabRegressor(background=share > 0, random_state=0).fit(x, y)
+    np.testing.assert_allclose(model.pip_, other.pip_, atol=1e-8)
+    assert [*model.background_] == [*other.background_]
+    assert model.background_[0.0] == pytest.approx(other.background_[0.0], abs=1e-8)
+    assert (model.background_[0.0] < 0.1) == (share > 0)
+    np.testing.assert_allclose(model.predict(x), other.predict(x), atol=1e-8)

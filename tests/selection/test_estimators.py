@@ -324,7 +324,7 @@ def test_without_scikit_learn_it_is_named(monkeypatch):
 # arviz
 
 
-@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED])
+@pytest.mark.parametrize("kind", [*ESTIMATORS, *SAMPLED, selection.SpikeSlabMultiTaskRegressor])
 def test_arviz_gets_what_it_asks_for(kind):
     """Draws by feature name, log likelihoods by scipy's densities, replicated observations like the observed ones."""
     model = fitted(kind)

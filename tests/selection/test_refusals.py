@@ -57,8 +57,8 @@ def moments(xtx=SQUARE, xty=CROSSED, yty=SQUARE_Y, n=N, **options):
     return SpikeSlabRegressor.from_moments(xtx, xty, yty, n, **options)
 
 
-def z_scores(z=CROSSED, r=R, n=N):
-    return SpikeSlabRegressor.from_z_scores(z, r, n)
+def z_scores(z=CROSSED, r=R, n=N, **options):
+    return SpikeSlabRegressor.from_z_scores(z, r, n, **options)
 
 
 def trials(successes, of):
@@ -198,6 +198,13 @@ REFUSED = [
     (lambda: z_scores(np.ones(3)), "R of shape (p, p) and z of shape (p,), but got (4, 4) and (3,)"),
     (lambda: z_scores(np.full(4, np.nan)), "Input z contains NaN"),
     (lambda: z_scores(r=np.tril(R)), "Expected R to be symmetric, but it is not; fill in both triangles."),
+    (lambda: z_scores(panel_size=2), "panel_size, the rows of the panel that R is of, to be above 2, but got 2"),
+    (lambda: z_scores(panel_size=np.nan), "to be above 2, but got nan"),
+    (lambda: z_scores(r=X[:2, :4]), "to be above 2, but got 2"),
+    (
+        lambda: z_scores(r=X[:, :4] * [1, 1, 0, 1]),
+        "Expected each feature to vary in the panel R, but 2 does not; leave it out.",
+    ),
     # The network's selector.
     (lambda: network(n_features=0), "'n_features' parameter"),
     (lambda: network(n_features=9), "at most 5, the features of X, but got 9"),
@@ -215,6 +222,7 @@ OTHERWISE = [
     (lambda: SpikeSlabClassifier().fit(csr_array(np.eye(4)), [0, 1, 0, 1]), "Sparse data was passed", TypeError),
     (lambda: moments(n="40"), "Expected n to be a number, but got a value of type", TypeError),
     (lambda: z_scores(n=None), "Expected n to be a number, but got a value of type", TypeError),
+    (lambda: z_scores(panel_size="9"), "Expected panel_size to be a number, but got a value of type", TypeError),
     (lambda: fitted(SpikeSlabCox).sample_y(COX[0]), "use predict_survival", NotImplementedError),
 ]
 TABLE = [*((*row, ValueError) for row in REFUSED), *OTHERWISE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -18,7 +19,7 @@ from pyro_l0.selection.design.units import Centre, Offset, Scale
 from pyro_l0.selection.families.family import Array
 from pyro_l0.selection.problem import Prior, Problem, SelectionPosterior
 
-__all__ = ["STEPS", "Design", "default_rate"]
+__all__ = ["STEPS", "Design", "check_slab_scale", "default_rate", "rate_of"]
 
 # In the order of their application.
 STEPS: tuple[type[Step], ...] = (Offset, Centre, Scale, Weigh, Whiten, IntegrateOut)
@@ -26,6 +27,7 @@ STEPS: tuple[type[Step], ...] = (Offset, Centre, Scale, Weigh, Whiten, Integrate
 # Of the deviation of y: less noise is hidden by the rounding of sums of squares, and the determinant of wider slabs
 # overflows.
 _LEAST_NOISE, _MOST_SLAB = 1e-7, 1e10
+_MANY = 2000  # rows and features beyond which their spectrum takes long
 _INTERCEPT = 10.0  # deviation of the intercept's prior, of the size of y or of logits and log means
 
 
@@ -36,13 +38,25 @@ class Design:
         self._steps = [step() for step in STEPS]
         for step in self._steps:
             step.apply(draft)
-        self.problem = _problem(draft)
+        self.problem, self._draft = _problem(draft), draft
+        self.gates = np.unique(draft.gate_of[: draft.gated])  # which of all the problem has
+        self.constant = {j for step in self._steps if isinstance(step, Scale) for j in step.constant.tolist()}
+
+    @cached_property
+    def background(self) -> Background | None:
+        """Small effects of all features; None of sparse ones, or of so many that their spectrum takes long."""
+        x = self._draft.x
+        if isinstance(x, SparseColumns) or not self._draft.gated or min(x.shape) > _MANY:
+            return None
+        return Background(self._draft)
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data; what was integrated out is drawn given the rest."""
         rng = np.random.default_rng(seed)
-        background = self.problem.background
-        found = found if background is None else background.undo(found, rng)
+        if found.background is not None:
+            background = self.problem.background or self.background
+            assert background is not None
+            found = background.undo(found, rng)
         for step in reversed(self._steps):
             found = step.undo(found, rng)
         return found
@@ -56,7 +70,7 @@ def _problem(draft: Draft) -> Problem:
     width = math.sqrt(float(np.mean(deviation**2))) if gated else 1.0
     gates, number_of = np.unique(draft.gate_of[:gated], return_inverse=True)
     prior = Prior(
-        _rate(draft, gates),
+        rate_of(draft, gates),
         draft.slab_scale,
         draft.noise_scale,
         slab_unit=family.slab_unit * unit / width,
@@ -65,8 +79,7 @@ def _problem(draft: Draft) -> Problem:
         always_scale=draft.always_in_scale or _INTERCEPT * noise_unit,
     )
     _check_scale("noise_scale", prior.noise_scale, _LEAST_NOISE * noise_unit, MOST * noise_unit)
-    unit /= float(deviation.max(initial=0)) or 1.0
-    _check_scale("slab_scale", prior.slab_scale, LEAST * unit, _MOST_SLAB * unit)
+    check_slab_scale(prior.slab_scale, unit / (float(deviation.max(initial=0)) or 1.0))
     return Problem(
         family,
         torch.empty(len(draft.y), gated, device="meta") if is_sparse else torch.from_numpy(draft.x),
@@ -90,7 +103,7 @@ def _units(draft: Draft) -> tuple[float, float]:
         size = np.linalg.norm(draft.y) / math.sqrt(draft.number)
     elif draft.family.is_location:
         size = draft.family.unit(draft.y, draft.rows)
-    size = 1.0 if np.ndim(size) or not size else float(size)
+    size = float(size) or 1.0
     if draft.root is None:
         return size, size
     y = draft.root @ draft.y
@@ -106,7 +119,7 @@ def default_rate(features: int) -> tuple[float, float]:
     return 1.0, math.sqrt(features)
 
 
-def _rate(draft: Draft, gates: NDArray[np.intp]) -> float | tuple[float, float] | Array:
+def rate_of(draft: Draft, gates: NDArray[np.intp]) -> float | tuple[float, float] | Array:
     """Of some gates; an array leaves them all to be learned, or none."""
     rate, expected_size, p = draft.rate, draft.expected_size, len(gates)
     if isinstance(rate, np.ndarray) and np.isnan(rate).any():
@@ -131,6 +144,11 @@ def _rate(draft: Draft, gates: NDArray[np.intp]) -> float | tuple[float, float] 
             "features not at all."
         )
     return default_rate(max(p, 1)) if rate is None else rate
+
+
+def check_slab_scale(scale: float | None, unit: float) -> None:
+    """Refuse one that is numerically 0 or infinite beside the unit of effects."""
+    _check_scale("slab_scale", scale, LEAST * unit, _MOST_SLAB * unit)
 
 
 def _check_scale(name: str, scale: float | None, least: float, most: float) -> None:

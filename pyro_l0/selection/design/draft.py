@@ -41,7 +41,8 @@ class Draft:
     noise_scale: float | None = None
     standardize: bool = True
     fit_intercept: bool = True
-    background: bool = False  # whether each feature has a small effect, too
+    background: bool | None = None  # whether each feature has a small effect, too; None: only where that is probable
+    is_part: bool = False  # of a joint regression, in others of which a feature may vary
     deviation: Array = field(init=False)  # of the features since they are centred, shape (p,); 0 for a constant
     variance: Array = field(init=False)  # of each column since features are scaled, shape (p,)
     always: int = field(default=0, init=False)  # how many of the features, the last ones, are always in
@@ -111,7 +112,8 @@ def _check_data(x: Any, y: Array, family: Family) -> None:
         )
     if not np.isfinite(x.data if issparse(x) else x).all():
         raise ValueError("Expected X to be finite, but it holds NaN or infinity; impute or drop rows.")
-    wrong = y[~(family.takes(y) & np.isfinite(y))]
+    known = y[~np.isnan(y)] if family.is_joint else y
+    wrong = known[~(family.takes(known) & np.isfinite(known))]
     if len(wrong):
         raise ValueError(f"Expected y of the family {family} to hold {family.expected}, but got {wrong[0]:g}.")
 
@@ -122,7 +124,7 @@ def check_sizes(draft: Draft, after: str = "") -> None:
     spread = np.abs([end.toarray() if issparse(end) else end for end in ends]).max(0)
     outside = np.flatnonzero((spread > 0) & ~((spread > LEAST) & (spread < MOST)))
     sizes = [(f"feature {draft.names[j]!r}", spread[j]) for j in outside[:1]]
-    largest = float(np.abs(draft.y).max())
+    largest = float(np.nanmax(np.abs(draft.y)))
     if largest and not LEAST < largest < MOST:
         sizes.append(("y", largest))
     for name, size in sizes:

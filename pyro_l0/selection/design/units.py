@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +16,20 @@ from pyro_l0.maths.second_order import SparseColumns
 from pyro_l0.selection.design.draft import Draft, Step
 from pyro_l0.selection.problem import SelectionPosterior
 
-__all__ = ["Centre", "Offset", "Scale"]
+__all__ = ["Centre", "Offset", "Scale", "warn_of_constant"]
 
 _ROUNDING = 10 * np.finfo(np.float64).eps
+
+
+def warn_of_constant(features: Sequence[str], stacklevel: int) -> None:
+    """Say that some features are constant, by name, if there are any."""
+    names = [repr(name) for name in features]
+    if names:
+        warnings.warn(
+            "Constant features have no effect that could be found: the inclusion probability and the coefficient of "
+            f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} are 0. Leave them out.",
+            stacklevel=stacklevel,
+        )
 
 
 class Offset(Step):
@@ -83,7 +95,7 @@ class Centre(Step):
 
 
 class Scale(Step):
-    """The features that vary, those that are always in last, over their deviations; several responses over theirs.
+    """The features that vary, those that are always in last, over their deviations.
 
     Scales of slabs stay those of the problem: of the change of the linear predictor for one deviation of a feature.
     The dummies of one factor have one divisor, the root of their summed variances, so that the factor counts as one
@@ -91,17 +103,12 @@ class Scale(Step):
     """
 
     def apply(self, draft: Draft) -> None:
-        each, factor_of, family = draft.deviation, draft.factor_of, draft.family
+        each, factor_of = draft.deviation, draft.factor_of
         rate = np.nan if draft.rate is None or isinstance(draft.rate, tuple) else draft.rate
         is_in = np.broadcast_to(rate, int(draft.gate_of.max()) + 1)[draft.gate_of] == 1
-        if not each.all():
-            names = [repr(draft.names[j]) for j in np.flatnonzero(each == 0).tolist()]
-            warnings.warn(
-                "Constant features have no effect that could be found: the inclusion probability and the coefficient "
-                f"of {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} are 0. Leave them "
-                "out.",
-                stacklevel=5,
-            )
+        self.constant = np.flatnonzero(each == 0)
+        if not draft.is_part:
+            warn_of_constant([draft.names[j] for j in self.constant.tolist()], stacklevel=6)
         if draft.always_in_scale is not None and not is_in.any():
             raise ValueError(
                 f"Expected no always_in_scale, as no feature has a rate of 1, but got {draft.always_in_scale}; leave "
@@ -120,23 +127,19 @@ class Scale(Step):
         else:
             draft.x = draft.x if len(gated) == len(each) else draft.x[:, self._kept]
             draft.x /= self._divisor
-        unit = family.unit(draft.y, draft.rows) if family.is_location else 1.0
-        self._unit = np.asarray(unit if np.ndim(unit) else 1.0)  # of several responses, shape (K,)
-        draft.y = draft.y / self._unit
 
     def undo(self, found: SelectionPosterior, rng: np.random.Generator) -> SelectionPosterior:
-        kept, outputs, unit, draws = self._kept, found.mean.shape[1], self._unit, found.draws
+        kept, outputs, draws = self._kept, found.mean.shape[1], found.draws
         gated, always = np.split(self._gate_of[kept], [len(kept) - self._always])
         probs, error = np.zeros((2, int(self._gate_of.max()) + 1))
         probs[np.unique(gated)], probs[always] = found.active_probs, 1.0
         error[np.unique(gated)] = found.error
         mean, sd = np.zeros((2, len(self._gate_of), outputs))
-        mean[kept], sd[kept] = (part / self._divisor[:, None] * unit for part in (found.mean, found.sd))
+        mean[kept], sd[kept] = (part / self._divisor[:, None] for part in (found.mean, found.sd))
         feature, output = np.divmod(draws.coefficients.indices, outputs)
-        data = draws.coefficients.data / self._divisor[feature] * np.broadcast_to(unit, outputs)[output]
+        data = draws.coefficients.data / self._divisor[feature]
         entries = data, kept[feature] * outputs + output, draws.coefficients.indptr
         coefficients = csr_array(entries, shape=(draws.coefficients.shape[0], mean.size))
-        scales = {"intercept": draws.intercept * unit, "noise_scale": draws.noise_scale * unit}
         background = found.background
         if background is not None and draws.background is not None:
             drawn, of_means = np.zeros((len(draws.background), len(mean))), np.zeros(len(mean))
@@ -147,8 +150,7 @@ class Scale(Step):
             active_probs=probs,
             mean=mean,
             sd=sd,
-            intercept=found.intercept * unit,
-            draws=draws._replace(coefficients=coefficients, **scales),
+            draws=draws._replace(coefficients=coefficients),
             error=error,
             background=background,
         )

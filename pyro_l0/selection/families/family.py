@@ -40,6 +40,7 @@ class Family(ABC):
             of y (:meth:`unit`), an offset is a shift of y, and the mean is eta.
         has_closed_form: whether coefficients, intercept and noise are integrated out in closed form, which only the
             normal distribution has.
+        is_joint: whether each of its K responses is a linear regression of its own; one that is NaN was not observed.
         is_augmented: whether there are variables that make the log density quadratic, by :meth:`augmented`.
         is_partial: whether there is a likelihood of all observations alone, such as a partial one, and none of each.
         reach: by how much a Newton step may change a linear predictor.
@@ -51,6 +52,7 @@ class Family(ABC):
     has_intercept: ClassVar[bool] = True
     is_location: ClassVar[bool] = False
     has_closed_form: ClassVar[bool] = False
+    is_joint: ClassVar[bool] = False
     is_augmented: ClassVar[bool] = False
     is_partial: ClassVar[bool] = False
     reach: ClassVar[float] = 3.0
@@ -106,8 +108,8 @@ class Family(ABC):
         """Where the prior of the intercept is, if ``is_location``, shape ``(K,)``: the weighted mean."""
         return np.atleast_1d(np.average(y, axis=0, weights=weight))
 
-    def unit(self, y: Array, weight: Array) -> float | Array:
-        """The size of y around its middle, if ``is_location``, for the priors; responses are divided by an array."""
+    def unit(self, y: Array, weight: Array) -> float:
+        """The size of y around its middle, if ``is_location``, for the priors."""
         return float(np.sqrt(np.average(y**2, axis=0, weights=weight).mean()))
 
     def observed(self, y: Array) -> Mapping[str, Array]:
@@ -143,17 +145,9 @@ class Family(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Draw variables given which the log density is quadratic in eta, where the family ``is_augmented``.
 
-        Returns its slope at eta = 0 and minus its second derivatives by each of eta, in the shape of eta; those may
-        have one row in place of n equal ones.
+        Returns its slope at eta = 0, and minus its second derivatives by each of eta.
         """
         raise NotImplementedError
-
-    def drawn(self, y: Tensor, eta: Tensor, weight: Tensor, generator: torch.Generator) -> Mapping[str, Tensor] | None:
-        """Parameters given eta, ``(S, *shape)``, where their logarithms had flat priors; None where no draw is known.
-
-        Each number then has a prior of its own, by which a Metropolis step takes it or leaves it.
-        """
-        return None
 
     def log_prob(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> Tensor:
         """Log density or log mass of each observation, as :meth:`log_density`, and with nothing left out."""

@@ -61,14 +61,9 @@ class Likelihood(ABC):
     def augmented(self, eta: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw variables given which it is quadratic, where the family ``is_augmented`` and no weights differ from 1.
 
-        Returns its slope at coefficients of zero, ``(s, n, K)``, and minus its second derivatives by each of eta, with
-        one row in place of n where they are equal.
+        Returns its slope at coefficients of zero, and minus its second derivatives by each of eta, ``(s, n)``.
         """
         raise NotImplementedError
-
-    def redrawn(self, eta: Tensor, generator: torch.Generator) -> Self | None:
-        """With parameters that are drawn given eta where the family can, by a move that keeps their posterior."""
-        return None
 
     @abstractmethod
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,12 +184,6 @@ class _Parameter(NamedTuple):
         value: Tensor = self.transform(self.on_line(theta))
         return value
 
-    def densities(self, on_line: Tensor) -> Tensor:
-        """Of each number on the whole line, where prior and transform are those of single numbers."""
-        value = self.transform(on_line)
-        found: Tensor = self.prior.log_prob(value) + self.transform.log_abs_det_jacobian(on_line, value)
-        return found
-
     def log_density(self, theta: Tensor) -> Tensor:
         """Of its part of theta, shape ``(s,)``."""
         on_line = self.on_line(theta)
@@ -287,21 +276,7 @@ class FamilyLikelihood(Likelihood):
 
     def augmented(self, eta: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         slope, weight = self._family.augmented(self._y, self._predictors(eta), generator, **self._shaped)
-        slope = slope - weight * self._offset
-        return (slope, weight) if self._family.has_outputs else (slope[..., None], weight[..., None])
-
-    def redrawn(self, eta: Tensor, generator: torch.Generator) -> Self | None:
-        drawn = self._family.drawn(self._y, self._predictors(eta), self._weight, generator)
-        if drawn is None:
-            return None
-        theta = self.theta.clone()
-        for name, value in drawn.items():
-            _, transform, _, place = each = self._parameters[name]
-            old, new = each.on_line(theta), transform.inv(value)
-            before, after = (each.densities(x) for x in (old, new))
-            taken = torch.rand(old.shape, generator=generator, dtype=old.dtype).log() < after - before
-            theta[:, place] = torch.where(taken, new, old).flatten(1)
-        return self.at(theta)
+        return slope - weight * self._offset, weight
 
     def second_order(self, columns: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
         slope, weights = self.derivatives(eta)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.distributions import Distribution, HalfCauchy
 
 from pyro_l0.selection.families.family import Array, Family
 
@@ -58,61 +55,14 @@ class Correlated(Gaussian):
         return self.sample(eta, np.random.default_rng())
 
 
-class _Noise(HalfCauchy):
-    """The scale of noise, of which tiny ones are impossible."""
-
-    def __init__(self, scale: Tensor, least: float) -> None:
-        self._least = least
-        super().__init__(scale, validate_args=False)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        density: Tensor = super().log_prob(value)  # type: ignore[no-untyped-call]
-        return torch.where(value < self._least, -math.inf, density)
-
-
 class Multivariate(Gaussian):
-    """K responses around K linear predictors, each with independent normal noise of a scale of its own."""
+    """K responses around K linear predictors, each with independent normal noise of a scale of its own.
 
-    has_closed_form = False
+    A response that was not observed is NaN.
+    """
+
     has_outputs = True
-    is_augmented = True
+    is_joint = True
 
     def __init__(self, outputs: int) -> None:
         self.outputs = outputs
-
-    def priors(self, y: Tensor, unit: float) -> Mapping[str, Distribution]:
-        scale = torch.full((self.outputs,), unit, dtype=torch.float64)
-        return {"noise_scale": _Noise(scale, smallest_noise(1.0, unit**2))}
-
-    def check(self, y: Array, weight: Array, intercept: bool) -> None:
-        """Refuse a response that does not vary."""
-        middle = self.middle(y, weight) * intercept
-        constant = np.flatnonzero(self.unit(y - middle, weight) <= 10 * np.finfo(np.float64).eps * np.abs(middle))
-        if len(constant):
-            raise ValueError(
-                f"Expected each response to vary, but that of column {constant[0]} does not; leave it out."
-            )
-
-    def derivatives(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> tuple[Tensor, Tensor]:
-        precision = parameters["noise_scale"] ** -2
-        return precision * (y - eta), torch.diag_embed(precision.expand_as(eta))
-
-    def augmented(
-        self, y: Tensor, eta: Tensor, generator: torch.Generator, **parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """It is quadratic as it is."""
-        precision = parameters["noise_scale"] ** -2
-        return precision * y, precision
-
-    def drawn(self, y: Tensor, eta: Tensor, weight: Tensor, generator: torch.Generator) -> Mapping[str, Tensor]:
-        square = (weight * (y - eta).square()).sum(-2)
-        half = (0.5 * weight.sum()).expand_as(square).contiguous()
-        return {"noise_scale": (0.5 * square / torch._standard_gamma(half, generator=generator)).sqrt()}
-
-    def slope(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> Tensor:
-        return (y - eta) * parameters["noise_scale"] ** -2
-
-    def unit(self, y: Array, weight: Array) -> Array:
-        """Of each response, shape ``(K,)``, which it is divided by."""
-        deviations: Array = np.sqrt(np.average(y**2, axis=0, weights=weight))
-        return deviations

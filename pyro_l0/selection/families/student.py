@@ -96,7 +96,7 @@ class Student(Family):
         """The median, which a few wild observations do not change."""
         return np.atleast_1d(_median(y, weight))
 
-    def unit(self, y: Array, weight: Array) -> float | Array:
+    def unit(self, y: Array, weight: Array) -> float:
         """1.4826 times the median distance to the median; the root mean square where half of them are none."""
         return _DEVIATIONS * _median(np.abs(y), weight) or super().unit(y, weight)
 

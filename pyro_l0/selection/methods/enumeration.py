@@ -10,13 +10,14 @@ from numpy.typing import ArrayLike
 from sklearn.exceptions import ConvergenceWarning
 
 from pyro_l0.maths.monte_carlo import doubts
-from pyro_l0.selection.design.design import Design
 from pyro_l0.selection.design.draft import Draft
+from pyro_l0.selection.design.joint import design_of
 from pyro_l0.selection.families import Family, family_of
 from pyro_l0.selection.methods.exact_chains import continued
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence
+from pyro_l0.selection.methods.joint_evidence import JointEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence
-from pyro_l0.selection.problem import Problem, SelectionPosterior
+from pyro_l0.selection.problem import JointProblem, Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
 
@@ -94,7 +95,7 @@ def exact_posterior(
         standardize=standardize,
         fit_intercept=fit_intercept,
     )
-    design = Design(draft)
+    design = design_of(draft)
     number = _number(seed)
     found = design.posterior(enumerate_posterior(design.problem, draws=draws, seed=number), number)
     if problems := (*found.problems, *doubts(float(found.error.max(initial=0.0)), "average those of several seeds.")):
@@ -103,7 +104,7 @@ def exact_posterior(
 
 
 @torch.no_grad()
-def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -> SelectionPosterior:
+def enumerate_posterior(problem: Problem | JointProblem, *, draws: int = 1000, seed: int = 0) -> SelectionPosterior:
     """The posterior of a problem with at most 20 gates by a sum over its gate vectors."""
     if problem.gates > _MOST_FEATURES:
         raise ValueError(
@@ -115,7 +116,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
             f"Expected method='auto' or 'tempered' for the family {problem.family!r}, whose own parameters are sampled "
             "with the coefficients, but got 'enumerate'; leave it out."
         )
-    evidence = GaussianEvidence(problem) if problem.family.has_closed_form else LaplaceEvidence(problem)
+    evidence = _evidence(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = evidence.log_marginal(z)
     weights = log_marginal.softmax(0)
@@ -127,9 +128,15 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
     log_evidence = float(log_marginal.logsumexp(0))
     found = evidence.draws(z[drawn], generator)
-    if found.correction is not None:
+    if found.correction is not None and isinstance(problem, Problem):
         return continued(problem, z[drawn], found, probs, log_evidence + found.correction, draws, generator)
     return SelectionPosterior.of(probs, moments, log_evidence, found.rows(np.arange(draws)), 0 * probs)
+
+
+def _evidence(problem: Problem | JointProblem) -> GaussianEvidence | JointEvidence | LaplaceEvidence:
+    if isinstance(problem, JointProblem):
+        return JointEvidence(problem)
+    return GaussianEvidence(problem) if problem.family.has_closed_form else LaplaceEvidence(problem)
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:

@@ -168,7 +168,7 @@ def is_augmented(problem: Problem) -> bool:
         return False
     rows = len(problem.y) if problem.weight is None else float(problem.weight.sum())
     is_whole = problem.weight is None or bool((problem.weight == problem.weight.floor()).all())
-    return is_whole and max(rows, _FEWEST_CHAINS * problem.outputs) * (problem.x.shape[1] + 1) ** 2 <= 2 * STORED
+    return is_whole and max(rows, _FEWEST_CHAINS) * (problem.x.shape[1] + 1) ** 2 <= 2 * STORED
 
 
 class AugmentedChains(ExactChains):
@@ -176,8 +176,8 @@ class AugmentedChains(ExactChains):
 
     For logits these are Polya-Gamma variables (Polson, Scott and Windle 2013, arXiv:1205.0310, section 3.1). The
     coefficients are integrated out for moves of the slab scale and of the gates. All log odds of the gates come from
-    one matrix for each of K outputs: that of the quadratic, with the open coefficients swept out (Goodnight 1979). A
-    flip sweeps one more, or takes one back. Parameters of the family move before the variables are drawn anew.
+    one matrix: that of the quadratic, with the open coefficients swept out (Goodnight 1979). A flip sweeps one more, or
+    takes one back. Parameters of the family move before the variables are drawn anew.
     """
 
     sweeps, warm_up = 50, 0.35
@@ -188,28 +188,25 @@ class AugmentedChains(ExactChains):
             offset = None if problem.offset is None else problem.offset[rows]
             problem = replace(problem, x=problem.x[rows], y=problem.y[rows], offset=offset, weight=None)
         # As many chains as have room for their matrices.
-        room = max(_FEWEST_CHAINS, STORED // (problem.outputs * (problem.x.shape[1] + 1) ** 2))
+        room = max(_FEWEST_CHAINS, STORED // (problem.x.shape[1] + 1) ** 2)
         super().__init__(problem, z[:room], log_slab[:room], generator)
         self._upper = torch.triu_indices(*[self._x.shape[1]] * 2)
         self._products = self._x[:, self._upper[0]] * self._x[:, self._upper[1]]
         self._eta = self._predictors(self.beta)
-        if self._likelihood.redrawn(self._eta, generator) is None:
-            self._likelihood = self._likelihood.fitted(self._eta)
+        self._likelihood = self._likelihood.fitted(self._eta)
 
     def _sweep(self) -> tuple[Tensor, ...]:
-        if (redrawn := self._likelihood.redrawn(self._eta, self._generator)) is not None:
-            self._likelihood = redrawn
-        elif self._likelihood.theta.shape[1]:
+        if self._likelihood.theta.shape[1]:
             if self._done in (0, self.sweeps):
                 self._spread = self._likelihood.spread(self._eta)
             self._value = self._likelihood.value(self._eta)
             for _ in range(_PARAMETERS):
                 self._move_parameters()
         slope, weight = self._likelihood.augmented(self._eta, self._generator)
-        self._linear = slope.mT @ self._x
-        products = weight.mT @ (self._products if weight.shape[1] > 1 else self._products.sum(0, keepdim=True))
-        matrix = products.new_empty(*products.shape[:2], *[self._x.shape[1]] * 2)
-        matrix[..., self._upper[0], self._upper[1]] = matrix[..., self._upper[1], self._upper[0]] = products
+        self._linear = slope @ self._x
+        products = weight @ self._products
+        matrix = products.new_empty(len(products), *[self._x.shape[1]] * 2)
+        matrix[:, self._upper[0], self._upper[1]] = matrix[:, self._upper[1], self._upper[0]] = products
         swept = self._swept_out(*self._moved_slab(matrix))
         logits = self._logits(swept, self.z)
         total = torch.zeros_like(logits)
@@ -217,44 +214,43 @@ class AugmentedChains(ExactChains):
         for _ in range(flips):
             total += logits.sigmoid()
             swept, logits = self._flipped(swept, logits)
-        on = self._open(self.z)[:, None]
-        mean = swept[..., :-1, -1] * on
-        eye = torch.eye(on.shape[2]).to(mean)
-        covariance = torch.where(on[..., :, None] & on[..., None, :], -swept[..., :-1, :-1], eye)
+        on = self._open(self.z)
+        mean = swept[:, :-1, -1] * on
+        eye = torch.eye(len(on[0])).to(mean)
+        covariance = torch.where(on[:, :, None] & on[:, None, :], -swept[:, :-1, :-1], eye)
         noise = torch.randn(mean.shape, generator=self._generator, dtype=mean.dtype)
-        spread = torch.linalg.cholesky(covariance) @ noise[..., None]
-        beta, variance = mean + spread[..., 0] * on, covariance.diagonal(dim1=2, dim2=3) * on
-        self.beta, mean, variance = (part.mT.flatten(1) for part in (beta, mean, variance))
+        spread = torch.linalg.cholesky(covariance) @ noise[:, :, None]
+        self.beta = mean + spread[:, :, 0] * on
         self._eta = self._predictors(self.beta)
+        variance = covariance.diagonal(dim1=1, dim2=2) * on
         return total / flips, self.z, self.log_slab, self.beta, mean, variance
 
     def _moved_slab(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """The precision of all coefficients, and the root of that of the open ones, at a slab scale that is drawn."""
-        prior, on = self._problem.prior, self._open(self.z)[:, None, None]
+        prior, on = self._problem.prior, self._open(self.z)[:, None]
         most = max(2, min(_COMB, STORED // matrix.numel()))
         log_slab = self.log_slab[:, None] if prior.slab_scale is not None else self._comb(most)
-        slabs = (-2 * log_slab)[:, :, None].exp().expand(-1, -1, self._problem.gated.shape[1])
+        slabs = (-2 * log_slab)[:, :, None].exp().expand(-1, -1, self._slabs)
         own = torch.cat([slabs, self._problem.ungated_precision.expand(*log_slab.shape, -1)], 2)
-        precision = matrix[:, None] + torch.diag_embed(own)[:, :, None]
-        eye = torch.eye(on.shape[3]).to(matrix)
+        precision = matrix[:, None] + torch.diag_embed(own)
+        eye = torch.eye(on.shape[2]).to(matrix)
         root = torch.linalg.cholesky(torch.where(on[..., :, None] & on[..., None, :], precision, eye))
-        white = torch.linalg.solve_triangular(root, (self._linear[:, None] * on)[..., None], upper=False)
-        count = matrix.shape[1] * on[:, 0, :, : slabs.shape[2]].sum(2)
-        log_det = root.diagonal(dim1=3, dim2=4).log().sum((2, 3)) + count * log_slab
         if prior.slab_scale is not None:
             return precision[:, 0], root[:, 0]
-        density = 0.5 * white.square().sum((2, 3, 4)) - log_det + prior.log_slab(log_slab)
+        white = torch.linalg.solve_triangular(root, (self._linear[:, None] * on)[..., None], upper=False)
+        log_det = root.diagonal(dim1=2, dim2=3).log().sum(2) + on[..., : self._slabs].sum(2) * log_slab
+        density = 0.5 * white.square().sum((2, 3)) - log_det + prior.log_slab(log_slab)
         drawn, self.log_slab = self._chosen(density, log_slab)
         return precision[self._chains, drawn], root[self._chains, drawn]
 
     def _swept_out(self, precision: Tensor, root: Tensor) -> Tensor:
         """The precision with the linear term as a further row and column, swept by the open coefficients."""
-        on = self._open(self.z)[:, None]
-        inverse = pad(torch.cholesky_inverse(root) * (on[..., :, None] & on[..., None, :]), (0, 1, 0, 1))
+        on = self._open(self.z)
+        inverse = pad(torch.cholesky_inverse(root) * (on[:, :, None] & on[:, None, :]), (0, 1, 0, 1))
         whole = pad(precision, (0, 1, 0, 1))
-        whole[..., :-1, -1] = whole[..., -1, :-1] = self._linear
+        whole[:, :-1, -1] = whole[:, -1, :-1] = self._linear
         solved = inverse @ whole
-        row, column = pad(on, (0, 1))[..., :, None], pad(on, (0, 1))[..., None, :]
+        row, column = pad(on, (0, 1))[:, :, None], pad(on, (0, 1))[:, None, :]
         closed = torch.where(column, solved.mT, whole - whole @ solved)
         return torch.where(row, torch.where(column, -inverse, solved), closed)
 
@@ -263,49 +259,47 @@ class AugmentedChains(ExactChains):
         below = torch.where(self.z, -logits, logits).sigmoid().cumsum(1)
         point = self._uniform()[:, None] * below[:, -1:]
         gate = torch.searchsorted(below, point).clamp(max=below.shape[1] - 1)
-        sign = 1.0 - 2.0 * self.z.gather(1, gate).double()
+        sign = 1.0 - 2.0 * self.z.gather(1, gate)[:, 0].double()
         new_z = self.z.scatter(1, gate, ~self.z.gather(1, gate))
         new = swept
         for members, valid in zip(self._members[gate[:, 0]].T, self._valid[gate[:, 0]].T, strict=True):
             step = self._swept(new, members, sign)
-            new = step if bool(valid.all()) else torch.where(valid[:, None, None, None], step, new)
+            new = step if bool(valid.all()) else torch.where(valid[:, None, None], step, new)
         new_logits = self._logits(new, new_z)
         new_total = torch.where(new_z, -new_logits, new_logits).sigmoid().sum(1)
         taken = (self._uniform() * new_total < below[:, -1])[:, None]
         self.z = torch.where(taken, new_z, self.z)
-        return torch.where(taken[:, :, None, None], new, swept), torch.where(taken, new_logits, logits)
+        return torch.where(taken[:, :, None], new, swept), torch.where(taken, new_logits, logits)
 
     def _swept(self, swept: Tensor, pivot: Tensor, sign: Tensor) -> Tensor:
         """Matrices with one more coefficient each swept out (sign 1), or one fewer (-1)."""
-        column = swept[self._chains, :, :, pivot]
-        corner = column[self._chains, :, pivot]
-        ratio = column / corner[..., None]
-        found = torch.addcmul(swept, column[..., :, None], ratio[..., None, :], value=-1)
-        edge = sign[:, :, None] * ratio
-        edge[self._chains, :, pivot] = -1 / corner
-        found[self._chains, :, :, pivot] = found[self._chains, :, pivot] = edge
+        column = swept[self._chains, :, pivot]
+        corner = column[self._chains, pivot]
+        ratio = column / corner[:, None]
+        found = torch.baddbmm(swept, column[:, :, None], ratio[:, None, :], alpha=-1)
+        edge = sign[:, None] * ratio
+        edge[self._chains, pivot] = -1 / corner
+        found[self._chains, :, pivot] = found[self._chains, pivot] = edge
         return found
 
     def _logits(self, swept: Tensor, z: Tensor) -> Tensor:
         """Log odds of every gate given the others, the slab scale and the variables that were drawn."""
         sign = 1.0 - 2.0 * z.double()
         if self._problem.gate_of is None:
-            last = swept[..., : z.shape[1], -1]
-            corner = swept.diagonal(dim1=2, dim2=3)[..., : z.shape[1]]
+            corner, last = swept.diagonal(dim1=1, dim2=2)[:, : self._slabs], swept[:, : self._slabs, -1]
             quadratic, log_det = last.square() / corner, corner.abs().log()
         else:
             both = self._valid[:, :, None] & self._valid[:, None, :]
-            squares = swept[:, :, self._members[:, :, None], self._members[:, None, :]]
+            squares = swept[:, self._members[:, :, None], self._members[:, None, :]]
             # Minus definite where the gate is open.
-            of_sign = sign[:, None, :, None, None]
-            squares = torch.where(both, of_sign * squares, torch.eye(both.shape[1]).to(squares))
-            last = swept[:, :, self._members, -1] * self._valid
+            squares = torch.where(both, sign[:, :, None, None] * squares, torch.eye(both.shape[1]).to(squares))
+            last = swept[:, self._members, -1] * self._valid
             root = torch.linalg.cholesky(squares)
             white = torch.linalg.solve_triangular(root, last[..., None], upper=False)
-            quadratic = of_sign[..., 0, 0] * white.square().sum((3, 4))
-            log_det = 2 * root.diagonal(dim1=3, dim2=4).log().sum(3)
-        slabs = swept.shape[1] * self._valid.sum(1) * self.log_slab[:, None]
-        return 0.5 * sign * (quadratic - log_det).sum(1) - slabs + self._prior.logits(z.double())
+            quadratic = sign * white.square().sum((2, 3))
+            log_det = 2 * root.diagonal(dim1=2, dim2=3).log().sum(2)
+        slabs = self._valid.sum(1) * self.log_slab[:, None]
+        return 0.5 * sign * (quadratic - log_det) - slabs + self._prior.logits(z.double())
 
 
 _TRIES = 16  # gates of a sweep, at most

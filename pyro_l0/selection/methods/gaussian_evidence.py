@@ -37,7 +37,7 @@ from pyro_l0.selection.methods.grid import (
 )
 from pyro_l0.selection.problem import Draws, Problem
 
-__all__ = ["GaussianEvidence", "Spectra"]
+__all__ = ["GaussianEvidence", "Spectra", "noise_widths", "search_rounds"]
 
 _ENTRIES = 2**17  # numbers in the largest array of a step: 512 kB, for which memory is at hand
 # Nodes of an unknown noise scale, where the ratio's are searched and for integrals: as densities close to normal, of so
@@ -83,13 +83,13 @@ class Spectra(NamedTuple):
             log_det += product.log_()
         return explained.mul_(ratio), log_det
 
-    def _gains(self, log_ratio: Tensor) -> Tensor:
+    def gains(self, log_ratio: Tensor) -> Tensor:
         """r / (1 + r lambda), shape ``(m, k, R)``, for log ratios of shape ``(m, R)``."""
         return 1 / ((-2 * log_ratio)[:, None, :].exp() + self.values[:, :, None])
 
     def moments(self, grid: Grid) -> tuple[Tensor, Tensor]:
         """Means of the open coefficients and of their squares, each of shape ``(m, k)``."""
-        probs, gains = grid.probs(), self._gains(grid.log_ratio)
+        probs, gains = grid.probs(), self.gains(grid.log_ratio)
         means = self.vectors @ (gains * self.projected[:, :, None])
         by_ratio = probs.sum(2)[:, None, :]
         noise = (probs * (2 * grid.log_noise).exp()).sum(2)[:, None, :]
@@ -98,7 +98,7 @@ class Spectra(NamedTuple):
 
     def draw(self, log_ratio: Tensor, log_noise: Tensor, generator: torch.Generator) -> Tensor:
         """Open coefficients given the scales of each gate vector, shape ``(m, k)``."""
-        gains = self._gains(log_ratio[:, None])[:, :, 0]
+        gains = self.gains(log_ratio[:, None])[:, :, 0]
         noise = torch.randn(gains.shape, generator=generator, dtype=torch.float64)
         coordinates = gains * self.projected + log_noise[:, None].exp() * gains.sqrt() * noise
         return (self.vectors @ coordinates[:, :, None])[:, :, 0]
@@ -156,8 +156,8 @@ class GaussianEvidence(GridEvidence[Spectra]):
             self.problem.prior.draw_rate(z, generator),
         )
 
-    def draw_scales(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A draw of the logarithms of noise and slab scale given each gate vector, shape ``(S, 2)``."""
+    def drawn_scales(self, z: Tensor, theta: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The logarithms of noise and slab scale drawn anew given each gate vector, shape ``(S, 2)``."""
         batch = Spectra.of(self._quadratic, torch.arange(len(z)), *open_positions(self.problem.switched(z > 0)))
         log_ratio, log_noise = self._grid(batch, self._nodes(batch)[0], _SKEWED[1]).draw(batch.rows, generator)
         if self.problem.prior.slab_scale is not None:
@@ -178,7 +178,7 @@ class GaussianEvidence(GridEvidence[Spectra]):
             lambda nodes: self._grid(batch, nodes, self._coarse).log_by_ratio(),
             torch.tensor([lowest - most, highest - least], dtype=torch.float64).expand(len(batch.rows), 2),
             # With a known slab scale the ratio is as sure as the noise scale, whose density may be narrow.
-            rounds=1 if prior.slab_scale is None else max(2, math.ceil(math.log10(max(self._n, 30.0) / 30))),
+            rounds=1 if prior.slab_scale is None else search_rounds(self._n),
         )
 
     def _noise_range(self) -> tuple[float, float]:
@@ -186,7 +186,7 @@ class GaussianEvidence(GridEvidence[Spectra]):
         known = self.problem.prior.noise_scale
         if known is not None:
             return math.log(known), math.log(known)
-        below, above = _noise_widths(self._n)
+        below, above = noise_widths(self._n)
         smallest = math.log(smallest_noise(self._n, self._square_y))
         return smallest - below, 0.5 * math.log(self._square_y / self._n) + above
 
@@ -201,7 +201,7 @@ class GaussianEvidence(GridEvidence[Spectra]):
         elif prior.slab_scale is not None:
             log_noise = math.log(prior.slab_scale) - nodes[:, :, None]
         else:
-            below, above = _noise_widths(n)
+            below, above = noise_widths(n)
             steps = torch.linspace(-below, above, self._fine if number is None else number, dtype=torch.float64)
             log_noise = 0.5 * (residual / n).log() + steps
         log_joint = torch.addcmul(-n * log_noise, residual, (-2 * log_noise).exp_(), value=-0.5)
@@ -211,7 +211,12 @@ class GaussianEvidence(GridEvidence[Spectra]):
         return Grid(nodes, log_noise, log_joint)
 
 
-def _noise_widths(n: float) -> tuple[float, float]:
+def search_rounds(n: float) -> int:
+    """In which the log noise scale of n observations is found, whose density may be narrow."""
+    return max(2, math.ceil(math.log10(max(n, 30.0) / 30)))
+
+
+def noise_widths(n: float) -> tuple[float, float]:
     """How far below and above its mode the log noise scale may be.
 
     At a distance t from it the likelihood is lower by n (t + (e^-2t - 1) / 2) nats, which is at least n t^2 below, and

@@ -116,16 +116,16 @@ def nodes_around_mode(log_density: Callable[[Tensor], Tensor], ends: Tensor, rou
     if bool((ends[:, 0] == ends[:, 1]).all()):
         return ends[:, :1], log_density(ends[:, :1])[:, 0]
     for _ in range(rounds):
-        nodes = _spaced(ends, COARSE)
+        nodes = spaced(ends, COARSE)
         found = log_density(nodes)
         matters = (found >= found.amax(1, keepdim=True) - NEGLIGIBLE).int()
         first, last = matters.argmax(1), COARSE - 1 - matters.flip(1).argmax(1)
         around = torch.stack([first - 1, last + 1], 1).clamp(0, COARSE - 1)
         ends = nodes.gather(1, around)
-    return _spaced(ends, NODES), found.logsumexp(1) + _spacing(nodes).log()
+    return spaced(ends, NODES), found.logsumexp(1) + _spacing(nodes).log()
 
 
-def _spaced(ends: Tensor, number: int) -> Tensor:
+def spaced(ends: Tensor, number: int) -> Tensor:
     """Nodes at equal distances from ends of shape ``(s, 2)``, shape ``(s, number)``."""
     return ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * torch.linspace(0, 1, number, dtype=ends.dtype)
 
@@ -144,6 +144,11 @@ class Grid(NamedTuple):
     log_ratio: Tensor  # shape (s, R)
     log_noise: Tensor  # shape (s, R, M)
     log_joint: Tensor  # log p(y, node | z), a density by the unknown scales' logarithms, shape (s, R, M)
+
+    @staticmethod
+    def of_one(nodes: Tensor, log_joint: Tensor) -> Grid:
+        """Of one unknown scale, whose nodes and densities have the shape ``(s, R)``."""
+        return Grid(nodes, torch.zeros_like(nodes)[:, :, None], log_joint[:, :, None])
 
     def log_by_ratio(self) -> Tensor:
         """log p(y, log ratio | z), shape ``(s, R)``."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.collapsed import opened
+from pyro_l0.maths.collapsed import JointQuadratic, Share, opened
 from pyro_l0.maths.monte_carlo import MOST_ERROR
 from pyro_l0.maths.second_order import open_positions
 from pyro_l0.maths.tempered_gibbs import (
@@ -31,8 +31,9 @@ from pyro_l0.selection.methods.exact_chains import (
 )
 from pyro_l0.selection.methods.gaussian_evidence import GaussianEvidence, Spectra
 from pyro_l0.selection.methods.grid import Grid, nodes_around_mode
+from pyro_l0.selection.methods.joint_evidence import JointEvidence
 from pyro_l0.selection.methods.laplace_evidence import FEWEST, LaplaceEvidence, find_mode
-from pyro_l0.selection.problem import Prior, Problem, SelectionPosterior
+from pyro_l0.selection.problem import JointProblem, Prior, Problem, SelectionPosterior
 
 _WARM_UP = 0.4
 # Open gates that a chain starts with on average, at most.
@@ -95,7 +96,7 @@ def exchanged(walk: GatesAndScales, run: GibbsRun, generator: torch.Generator) -
 
 
 def rescaled(
-    problem: Problem, active_probs: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]
+    problem: Problem | JointProblem, active_probs: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Moments ``(p, K)`` over draws in which each gate is open for a share, made those for its active probability."""
     change = problem.switched(active_probs / share.clamp(min=torch.finfo(share.dtype).tiny))[:, None]
@@ -284,21 +285,21 @@ class _Walk(GatesAndScales):
         prior = problem.prior
         self._outputs, self._always = problem.outputs, problem.always
         likelihood, precision = problem.likelihood, problem.ungated_precision
-        quadratic, self._ungated = likelihood.expanded(problem.gated, problem.ungated, precision, eta)
+        self._expansion, self._ungated = likelihood.expanded(problem.gated, problem.ungated, precision, eta)
         slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
         super().__init__(
-            quadratic,
+            self._expansion,
             prior.gates(),
             torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
-            self._draw_slab if prior.slab_scale is None else None,
+            self._drawn_slab if prior.slab_scale is None else None,
             gate_of=gate_of(problem),
         )
         self._scales = prior
 
-    def _draw_slab(self, z: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The logarithm of the slab scale given each gate vector, beside that of a noise of one, shape ``(S, 2)``."""
+    def _drawn_slab(self, z: Tensor, theta: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The logarithm of the slab scale drawn anew given each gate vector, and that of a noise of one, ``(S, 2)``."""
         elements = z.bool() if self._gate_of is None else opened(z.bool(), self._gate_of).bool()
-        spectra = Spectra.of(self._quadratic, torch.arange(len(z)), *open_positions(elements))
+        spectra = Spectra.of(self._expansion, torch.arange(len(z)), *open_positions(elements))
 
         def log_joint(log_slab: Tensor) -> Tensor:
             explained, log_det = spectra.sums(log_slab)
@@ -306,8 +307,7 @@ class _Walk(GatesAndScales):
 
         ends = torch.tensor(self._scales.slab_range(), dtype=torch.float64).expand(len(z), 2)
         nodes, _ = nodes_around_mode(log_joint, ends)
-        grid = Grid(nodes, torch.zeros_like(nodes)[:, :, None], log_joint(nodes)[:, :, None])
-        log_slab, log_noise = grid.draw(spectra.rows, generator)
+        log_slab, log_noise = Grid.of_one(nodes, log_joint(nodes)).draw(spectra.rows, generator)
         return torch.stack([log_noise, log_slab], 1)
 
     def means(self, z: Tensor, log_slab: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,20 +342,25 @@ _ENTRIES = 2**22  # numbers in all of these, and in the largest array of a step
 
 
 @torch.no_grad()
-def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) -> SelectionPosterior:
+def tempered_posterior(problem: Problem | JointProblem, *, draws: int = 4000, seed: int = 0) -> SelectionPosterior:
     """The posterior of a problem by weighted tempered Gibbs sampling (Zanella and Roberts 2019).
 
     The coefficients and the rate are integrated out; unknown scales of the noise and of the slabs are sampled beside
     the gates. Inclusion probabilities and moments are averages of what each gate and its slab are given the others.
     """
     generator = torch.Generator().manual_seed(seed)
-    effort = Effort.of(problem.x.shape[1])
-    if not problem.family.has_closed_form:
+    effort = Effort.of(problem.width)
+    evidence: GaussianEvidence | JointEvidence
+    if isinstance(problem, JointProblem):
+        evidence = JointEvidence(problem)
+        walk = _joint_walk(problem, evidence, effort)
+    elif not problem.family.has_closed_form:
         return expanded_posterior(problem, effort, draws, generator)
-    evidence = GaussianEvidence(problem)
-    walk = _walk(problem, evidence, effort)
+    else:
+        evidence = GaussianEvidence(problem)
+        walk = _walk(problem, evidence, effort)
     run = sampled_walk(walk, problem.gates, effort.flips, generator, _SURE)
-    if problem.gate_of is None:
+    if isinstance(problem, Problem) and problem.gate_of is None:
         if problem.gates > _MANY:
             run = exchanged(walk, run, generator)
         moments = _moments(walk, run, generator)
@@ -376,8 +381,22 @@ def _walk(problem: Problem, evidence: GaussianEvidence, effort: Effort) -> Gates
         problem.quadratic,
         prior.gates(),
         torch.tensor([math.log(noise), math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
-        None if prior.noise_scale and prior.slab_scale else evidence.draw_scales,
+        None if prior.noise_scale and prior.slab_scale else evidence.drawn_scales,
         gate_of=problem.gate_of,
+    )
+
+
+def _joint_walk(problem: JointProblem, evidence: JointEvidence, effort: Effort) -> GatesAndScales:
+    shares = (
+        Share(part.quadratic, part.gate_of, own) for part, own in zip(problem.parts, problem.gates_of, strict=True)
+    )
+    slab = problem.prior.slab_unit if problem.prior.slab_scale is None else problem.prior.slab_scale
+    start = torch.tensor([0.0] * len(problem.parts) + [math.log(slab)], dtype=torch.float64)
+    return GatesAndScales(
+        JointQuadratic(tuple(shares), problem.gates),
+        problem.prior.gates(),
+        start.expand(effort.chains, -1),
+        evidence.moved_scales,
     )
 
 

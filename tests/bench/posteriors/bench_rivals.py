@@ -1,23 +1,30 @@
-"""Selection side by side on six designs: python tests/bench/posteriors/bench_rivals.py [--design PART] [--seeds N]
+"""Selection side by side on seven designs: python tests/bench/posteriors/bench_rivals.py [--design PART] [--seeds N]
 
-Ours, abess, skscope and millipede; a tool that is not installed is left out (pip install -e '.[rivals]' has them
-all). Each runs as it comes. Ours and millipede have inclusion probabilities, and select at a false discovery rate of
-.1 by the same rule. abess chooses its size by its default, EBIC, and skscope by LinearSIC or EBIC out of 0 to 20.
-millipede expects five effects, its default, and has a negative binomial for counts, which are Poisson here.
+Ours, abess, skscope and millipede (pip install -e '.[rivals]'), susieR (apt-get install r-cran-susier), its port
+pysusie, and sparsevb (both by pip); a tool that is not installed is left out, and so is one from designs whose response
+it does not take. Each runs as it comes. Tools with inclusion probabilities select at a false discovery rate of .1 by
+the same rule. abess chooses its size by its default, EBIC, and skscope by LinearSIC or EBIC out of 0 to 20. millipede
+expects five effects, its default, and has a negative binomial for counts, which are Poisson here. The last design is
+three large effects on a background of small ones on all features, which no tool but ``background=True`` knows of.
 
 First table, means over the data sets: F1; the share of the selected that is false; the mean log score of 1,000 new
-observations, by draws where a tool has some, else by its estimates and the residuals' deviation; seconds of processor
-time of a fit on one core. In brackets what a tool has more than ours, with the standard error of that. Second table,
-rate, slab and noise known to both tools that have probabilities: the largest error of an inclusion probability, in the
-mean over the data sets, against sums over all subsets; of labels the marginal likelihoods are by importance sampling.
---seeds 5 data sets a design; p = 10,000 has two.
+observations, by draws where a tool has some, else by its estimates and the residuals' deviation; the share of credible
+sets of level .95 that hold no (large) effect, and the effects in sets; seconds of processor time of a fit on one core.
+In brackets what a tool has more than ours, with the standard error of that. Each of the first four is a win or a loss
+of ours where it differs by more than .03, .05, .01 and .05, else a tie: second table. --seeds 5 data sets a design;
+p = 10,000 has two.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import minimize
-from scipy.special import expit, gammaln, log_expit, logsumexp, softmax
-from scipy.stats import multivariate_normal, multivariate_t
+from scipy.special import expit, gammaln, log_expit, logsumexp
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -49,16 +54,24 @@ class Data(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a tool selects, and log densities of new observations at each draw, with log weights of the draws."""
+    """What a tool selects, log densities of new observations at each draw with the draws' log weights, credible sets.
+
+    ``seconds`` are those of another process.
+    """
 
     chosen: NDArray[np.intp]
     logs: Array
     log_weights: Array
+    sets: list[NDArray[np.intp]] | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A design: features in blocks of a correlation, of which the first features of the first blocks have effects."""
+    """A design: features in blocks of a correlation, of which the first features of the first blocks have effects.
+
+    With a background neighbours correlate, and a quarter of the variance is that of small effects on all features.
+    """
 
     name: str
     family: str
@@ -68,6 +81,7 @@ class Case:
     block: int = 1
     correlation: float = 0.0
     seeds: int = 5
+    background: bool = False
 
     @property
     def active(self) -> NDArray[np.intp]:
@@ -76,6 +90,13 @@ class Case:
     def drawn(self, seed: int) -> Data:
         rng = np.random.default_rng(seed)
         rows = self.n + NEW
+        if self.background:
+            x = rng.normal(size=(rows, self.p))
+            for j in range(1, self.p):
+                x[:, j] = self.correlation * x[:, j - 1] + math.sqrt(1 - self.correlation**2) * x[:, j]
+            large, small = x[:, self.active] @ np.array(self.effects), x @ rng.normal(size=self.p)
+            y = 0.5 * large / large.std() + 0.5 * small / small.std() + math.sqrt(0.5) * rng.normal(size=rows)
+            return Data(x[: self.n], y[: self.n], x[self.n :], y[self.n :])
         shared = np.repeat(rng.normal(size=(rows, self.p // self.block)), self.block, axis=1)
         x = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * rng.normal(size=(rows, self.p))
         eta = x[:, self.active] @ np.array(self.effects)
@@ -96,6 +117,7 @@ CASES = (
     Case("binary", "binary", 300, 50, (1.5, -1.2, 1.0, -0.8, 0.5)),
     Case("counts", "counts", 300, 50, (0.5, -0.4, 0.3, -0.2, 0.15)),
     Case("p = 10,000", "gaussian", 500, 10_000, TEN, seeds=2),
+    Case("background", "gaussian", 500, 120, (1.0, -1.0, 1.0), block=40, correlation=0.9, background=True),
 )
 
 
@@ -131,6 +153,14 @@ def estimated(case: Case, data: Data, intercept: float, coef: Array) -> Found:
     return Found(chosen, log_density(case.family, data.new_y, eta, extra), np.zeros(1))
 
 
+def by_draws(
+    case: Case, data: Data, pips: Array, coef: Array, intercept: Array, scale: Array | None, **others: Any
+) -> Found:
+    """From inclusion probabilities and draws of coefficients, shape ``(N, p)``."""
+    logs = log_density(case.family, data.new_y, intercept.reshape(-1, 1) + coef @ data.new_x.T, scale)
+    return Found(by_probabilities(pips), logs, np.zeros(len(coef)), **others)
+
+
 KINDS: dict[str, Any] = {
     "gaussian": SpikeSlabRegressor,
     "binary": SpikeSlabClassifier,
@@ -138,13 +168,74 @@ KINDS: dict[str, Any] = {
 }
 
 
-def ours(case: Case, data: Data, seed: int) -> Found:
-    model = KINDS[case.family](random_state=seed).fit(data.x, data.y)
+def ours(case: Case, data: Data, seed: int, **options: Any) -> Found:
+    model = KINDS[case.family](random_state=seed, **options).fit(data.x, data.y)
     draws = model.sample()
-    coef = draws["coef"].reshape(-1, case.p)
-    eta = draws["intercept"].reshape(-1, 1) + coef @ data.new_x.T
-    logs = log_density(case.family, data.new_y, eta, draws.get("noise_scale"))
-    return Found(model.select(FDR), logs, np.zeros(len(coef)))
+    # A mean for the small effects of a background, as `predict` has.
+    coef = draws["coef"].reshape(-1, case.p) + getattr(model, "background_coef_", 0.0)
+    sets = [np.array(each.features) for each in model.credible_sets_]
+    found = by_draws(case, data, model.pip_, coef, draws["intercept"], draws.get("noise_scale"), sets=sets)
+    return found._replace(chosen=model.select(FDR))
+
+
+def ours_background(case: Case, data: Data, seed: int) -> Found | None:
+    return ours(case, data, seed, background=True) if case.background else None
+
+
+def susie_r(case: Case, data: Data, seed: int) -> Found | None:
+    if case.family != "gaussian" or shutil.which("Rscript") is None:
+        return None
+    script = f"""
+    if (!requireNamespace("susieR", quietly = TRUE)) quit(status = 3)
+    suppressMessages(library(susieR)); set.seed({seed})
+    x <- matrix(readBin("x", "double", {data.x.size}), {case.n}); y <- readBin("y", "double", {case.n})
+    start <- sum(proc.time()[1:2]); fit <- suppressMessages(susie(x, y))
+    cat(sum(proc.time()[1:2]) - start, sqrt(fit$sigma2), fit$pip, "\n")
+    writeBin(c(susie_get_posterior_samples(fit, 1000)$b), "draws")
+    for (each in fit$sets$cs) cat(each, "\n")
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        data.x.T.tofile(f"{folder}/x")
+        data.y.tofile(f"{folder}/y")
+        done = subprocess.run(["Rscript", "-e", script], cwd=folder, capture_output=True, text=True)
+        if done.returncode == 3:
+            return None
+        first, *sets = [np.array(line.split(), dtype=float) for line in done.stdout.splitlines()]
+        coef = np.fromfile(f"{folder}/draws").reshape(-1, case.p)
+    return by_susie(case, data, first[2:], coef, first[1], [each.astype(int) - 1 for each in sets], seconds=first[0])
+
+
+def by_susie(
+    case: Case, data: Data, pips: Array, coef: Array, scale: float, sets: list[NDArray[np.intp]], **others: Any
+) -> Found:
+    intercept = data.y.mean() - coef @ data.x.mean(0)
+    return by_draws(case, data, pips, coef, intercept, np.full(len(coef), scale), sets=sets, **others)
+
+
+def pysusie(case: Case, data: Data, seed: int) -> Found | None:
+    if case.family != "gaussian":
+        return None
+    import pysusie as tool
+
+    fit = tool.susie(data.x, data.y)
+    coef = tool.susie_get_posterior_samples(fit, 1000)["b"].T
+    return by_susie(case, data, fit.pip, coef, math.sqrt(fit.sigma2), list(fit.sets["cs"] or []))
+
+
+def sparsevb(case: Case, data: Data, seed: int) -> Found | None:
+    if case.family == "counts":
+        return None
+    import sparsevb as tool
+
+    fit = tool.svb_fit_linear if case.family == "gaussian" else tool.svb_fit_logit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from scikit-learn, which it starts with
+        found = fit(data.x, data.y, intercept=True)
+    rng = np.random.default_rng(seed)
+    slabs = rng.normal(found["mu"], found["sigma"], (1000, case.p))
+    coef = np.where(rng.random((1000, case.p)) < found["gamma"], slabs, 0.0)
+    scale = np.full(1000, found["noise_sd"]) if case.family == "gaussian" else None
+    return by_draws(case, data, found["gamma"], coef, np.array(found["intercept"]), scale)
 
 
 def abess(case: Case, data: Data, seed: int) -> Found:
@@ -205,11 +296,15 @@ def millipede(case: Case, data: Data, seed: int) -> Found:
     return Found(by_probabilities(found.pip.to_numpy()), logs, np.log(draws.weight))
 
 
-TOOLS: tuple[Callable[[Case, Data, int], Found], ...] = (ours, abess, skscope, millipede)
+TOOLS: tuple[Callable[[Case, Data, int], Found | None], ...] = (
+    *(ours, ours_background, abess, skscope, millipede, susie_r, pysusie, sparsevb),
+)
+# Beyond which a measure is a win or a loss; negative where less is better.
+MEASURES = {"F1": 0.03, "false": -0.05, "log score": 0.01, "wrong sets": -0.05, "in sets": None, "seconds": None}
 
 
 def measured(case: Case, seed: int) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """F1, false share, log score and seconds of every tool that is installed."""
+    """The measures of every tool that is installed; NaN without sets."""
     data = case.drawn(seed)
     for tool in TOOLS:
         start = time.process_time()
@@ -217,104 +312,44 @@ def measured(case: Case, seed: int) -> Iterator[tuple[str, tuple[float, ...]]]:
             found = tool(case, data, seed)
         except ImportError:
             continue
-        seconds = time.process_time() - start
+        if found is None:
+            continue
+        seconds = time.process_time() - start if found.seconds is None else found.seconds
+        hits = [np.isin(case.active, each) for each in found.sets or []]
+        wrong = float(np.mean([not hit.any() for hit in hits])) if hits else 0.0
+        held = float(np.any(hits, axis=0).sum()) if hits else 0.0
+        sets = (math.nan, math.nan) if found.sets is None else (wrong, held)
         right, chosen = int(np.isin(found.chosen, case.active).sum()), len(found.chosen)
         weights = found.log_weights - logsumexp(found.log_weights)
         score = float(logsumexp(found.logs + weights[:, None], axis=0).mean())
         f1 = 2 * right / (chosen + len(case.active))
-        yield tool.__name__, (f1, (chosen - right) / max(chosen, 1), score, seconds)
+        yield tool.__name__, (f1, (chosen - right) / max(chosen, 1), score, *sets, seconds)
 
 
-RATE, SLAB, NOISE, INTERCEPT = 0.2, 1.0, 1.0, 10.0
-SMALL = (
-    Case("independent", "gaussian", 60, 16, (0.6, -0.4, 0.3)),
-    Case("blocks, r = .98", "gaussian", 60, 16, (0.6, -0.4, 0.3), block=4, correlation=0.98),
-    Case("binary", "binary", 100, 10, (0.8, -0.6, 0.4)),
-)
+def verdict(margin: float, apart: float) -> str:
+    """Of ours, from what a rival has more."""
+    if not abs(apart) > abs(margin):
+        return "-" if math.isnan(apart) else "tie"
+    return "lose" if apart * margin > 0 else "win"
 
 
-def subsets(p: int) -> NDArray[np.bool_]:
-    return np.arange(2**p)[:, None] >> np.arange(p) & 1 == 1
-
-
-def log_evidence(x: Array, y: Array, rng: np.random.Generator) -> float:
-    """Of labels by features with an intercept, by importance sampling with a Student t about the mode."""
-    design = np.column_stack([np.ones(len(y)), x])
-    precision = np.diag([INTERCEPT**-2] + [SLAB**-2] * x.shape[1])
-    sign = 2 * y - 1
-
-    def loss(beta: Array) -> tuple[float, Array]:
-        eta = design @ beta
-        gradient = precision @ beta - design.T @ (sign * expit(-sign * eta))
-        return -float(log_expit(sign * eta).sum()) + 0.5 * beta @ precision @ beta, gradient
-
-    mode = minimize(loss, np.zeros(design.shape[1]), jac=True).x
-    weight = expit(design @ mode) * expit(-design @ mode)
-    covariance = np.linalg.inv(design.T @ (weight[:, None] * design) + precision)
-    proposal = multivariate_t(mode, covariance, df=8, seed=rng)
-    beta = np.reshape(proposal.rvs(2000), (2000, -1))
-    prior = multivariate_normal(np.zeros(len(mode)), np.linalg.inv(precision))
-    logs = log_expit(sign * (beta @ design.T)).sum(1) + prior.logpdf(beta) - proposal.logpdf(beta)
-    return float(logsumexp(logs)) - math.log(2000)
-
-
-def exact(case: Case, data: Data) -> Array:
-    """Inclusion probabilities by sums over all subsets, rate, slab and noise known."""
-    masks = subsets(case.p)
-    if case.family == "gaussian":
-        x, y = (data.x - data.x.mean(0)) / NOISE, (data.y - data.y.mean()) / NOISE
-        gram, moments = SLAB**2 * x.T @ x, SLAB * x.T @ y
-        logs = np.empty(len(masks))
-        for i in range(0, len(masks), 4096):
-            m = masks[i : i + 4096].astype(float)
-            matrix = np.eye(case.p) + m[:, :, None] * gram * m[:, None, :]
-            b = m * moments
-            fit = (b * np.linalg.solve(matrix, b[..., None])[..., 0]).sum(1)
-            logs[i : i + 4096] = 0.5 * fit - 0.5 * np.linalg.slogdet(matrix)[1]
-    else:
-        rng = np.random.default_rng(0)
-        logs = np.array([log_evidence(data.x[:, mask], data.y, rng) for mask in masks])
-    return softmax(logs + masks.sum(1) * math.log(RATE / (1 - RATE))) @ masks
-
-
-def probabilities(tool: str, case: Case, data: Data, seed: int) -> Array:
-    """By a sampler that knows rate, slab and noise."""
-    if tool == "ours":
-        known = {"noise_scale": NOISE} if case.family == "gaussian" else {}
-        kind = KINDS[case.family]
-        model = kind(rate=RATE, slab_scale=SLAB, standardize=False, method="tempered", random_state=seed, **known)
-        return np.asarray(model.fit(data.x, data.y).pip_)
-    # A variance with so many degrees of freedom is known; its intercept is nearly flat, as ours.
-    known = {"nu0": 1e8, "lambda0": NOISE**2} if case.family == "gaussian" else {"tau_intercept": INTERCEPT**-2}
-    found = selector(case.family, data.x, data.y, S=RATE * case.p, tau=(NOISE / SLAB) ** 2, **known)
-    found.run(seed=seed, verbosity=None)
-    return np.asarray(found.pip)
-
-
-def errors(case: Case, seed: int) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """The largest error of an inclusion probability, and seconds."""
-    data = case.drawn(seed)
-    reference = exact(case, data)
-    for tool in ("ours", "millipede"):
-        start = time.process_time()
-        try:
-            found = probabilities(tool, case, data, seed)
-        except ImportError:
-            continue
-        yield tool, (float(np.abs(found - reference).max()), time.process_time() - start)
-
-
-def table(cases: tuple[Case, ...], rows: Callable[[Case, int], Iterator[tuple[str, tuple[float, ...]]]]) -> None:
+def table(cases: list[Case]) -> Counter[tuple[str, str]]:
+    """Print the rows of all designs; returns how often ours wins, ties and loses, by rival."""
+    counts: Counter[tuple[str, str]] = Counter()
     for case in cases:
         found: dict[str, list[tuple[float, ...]]] = {}
         for seed in range(case.seeds):
-            for tool, values in rows(case, seed):
+            for tool, values in measured(case, seed):
                 found.setdefault(tool, []).append(values)
         for tool, values in found.items():
             apart = np.array(values) - np.array(found["ours"])
             error = apart.std(0, ddof=1) / math.sqrt(len(apart)) if len(apart) > 1 else np.full(len(apart[0]), np.nan)
-            columns = zip(np.mean(values, axis=0), apart.mean(0), error, strict=True)
-            table_row(case.name, tool, *(f"{mean:.3f} ({apart:+.3f} ± {error:.3f})" for mean, apart, error in columns))
+            columns = list(zip(np.mean(values, axis=0), apart.mean(0), error, MEASURES.values(), strict=True))
+            said = [verdict(m, a) for _, a, _, m in columns if m is not None and tool != "ours"]
+            counts.update((tool, word) for word in said)
+            cells = (f"{mean:.3f} ({apart:+.3f} ± {error:.3f})" for mean, apart, error, _ in columns)
+            table_row(case.name, tool, *cells, ", ".join(said))
+    return counts
 
 
 def main() -> None:
@@ -323,16 +358,14 @@ def main() -> None:
     parser.add_argument("--design", default="", help="part of a name")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen, small = (
-        tuple(replace(c, seeds=min(c.seeds, options.seeds)) for c in cases if options.design in c.name)
-        for cases in (CASES, SMALL)
-    )
+    chosen = [replace(c, seeds=min(c.seeds, options.seeds)) for c in CASES if options.design in c.name]
     list(measured(replace(CASES[0], n=50, p=50), 0))  # what is imported and compiled on first use is not timed
-    table_head("design", "tool", "F1", "false", "log score", "seconds")
-    table(chosen, measured)
+    table_head("design", "tool", *MEASURES, "ours: F1, false, log score, sets")
+    counts = table(chosen)
     print()
-    table_head("design", "tool", "largest error of a PIP", "seconds")
-    table(small, errors)
+    table_head("ours beside", "win", "tie", "lose")
+    for tool in dict.fromkeys(tool for tool, _ in counts):
+        table_row(tool, *(counts[tool, word] for word in ("win", "tie", "lose")))
 
 
 if __name__ == "__main__":

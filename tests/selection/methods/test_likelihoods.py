@@ -1,12 +1,11 @@
 """Likelihoods with parameters of their own, against scipy, autograd and posteriors by importance sampling."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, special, stats
+from scipy import integrate, stats
 
 from pyro_l0.selection.methods import exact_chains
 from pyro_l0.selection.methods.exact_chains import AugmentedChains, JumpingChains
@@ -55,16 +54,6 @@ def half_cauchy_and_gamma(theta):
     return stats.halfcauchy.logpdf(scale) + stats.gamma.logpdf(degrees, 2, scale=10) + theta.sum(1)
 
 
-def normals(y, eta, theta):
-    """Of all responses together."""
-    return stats.norm.logpdf(y, eta, np.exp(theta)[:, None]).sum(2)
-
-
-def half_cauchy(theta):
-    """Log density of the logarithms of half-Cauchy scales."""
-    return (stats.halfcauchy.logpdf(np.exp(theta)) + theta).sum(1)
-
-
 # Of each family the log likelihood and the log prior, and which parameters theta stands for.
 FAMILIES = {
     "negative_binomial": (negative_binomial, half_normal_root, lambda theta: {"dispersion": np.exp(theta[:, 0])}),
@@ -74,7 +63,6 @@ FAMILIES = {
         half_cauchy_and_gamma,
         lambda theta: {"noise_scale": np.exp(theta[:, 0]), "degrees_of_freedom": np.exp(theta[:, 1])},
     ),
-    "multivariate": (normals, half_cauchy, lambda theta: {"noise_scale": np.exp(theta)}),
 }
 
 
@@ -88,8 +76,6 @@ def problem(family, n=40, p=3, seed=0, weight=None):
         y = np.digitize(0.5 * x[:, 0] + rng.logistic(size=n), [-1, 1.5]).astype(float)
     elif family == "student":
         y = 1 + 0.4 * x[:, 0] + rng.standard_t(2.5, size=n)
-    elif family == "multivariate":
-        y = x[:, [0]] * [0.25, 0.1] + rng.normal(size=(n, 2)) * [1.0, 0.7]
     else:
         y = rng.poisson(np.exp(1 + 0.3 * x[:, 0]) * rng.gamma(2.0, 0.5, size=n)).astype(float)
     both = torch.from_numpy(x), torch.from_numpy(y)
@@ -195,31 +181,6 @@ def test_moves_of_the_parameters(family):
         own = density.sum(tuple({0, 1}.intersection(range(d)) - {k}))
         below = own.cumsum() - 0.5 * own
         assert stats.kstest(np.interp(drawn, grid, below / below[-1]), "uniform").pvalue > 1e-3
-
-
-@torch.no_grad()
-def test_fifty_responses(monkeypatch):
-    """Given the scales responses are normal: against quadrature of slab and noise scales, which are narrow here."""
-    monkeypatch.setattr(exact_chains, "_ROUNDS", 6)
-    monkeypatch.setattr(AugmentedChains, "sweeps", 10)
-    rng = np.random.default_rng(1)
-    x, sizes = rng.normal(size=(40, 2)), rng.normal(size=(2, 50))
-    y = x @ ([[0.5], [0.285]] * sizes) + rng.normal(size=(40, 50))
-    given = named_problem("multivariate", torch.from_numpy(x), torch.from_numpy(y), Prior(0.5), True)
-    log_slab, log_noise = np.linspace(-3, 1, 81), np.linspace(-0.6, 0.6, 49)
-    prior, logs = half_cauchy(log_noise[:, None]), np.zeros((4, 81))
-    for k, z in enumerate(itertools.product([False, True], repeat=2)):
-        for i, tau in enumerate(np.exp(log_slab)):
-            values, vectors = np.linalg.eigh(tau**2 * x[:, z] @ x[:, z].T + 100)
-            variance = values.clip(min=0)[:, None] + np.exp(2 * log_noise)
-            normal = -0.5 * (np.log(variance).sum(0)[:, None] + (1 / variance).T @ (vectors.T @ y) ** 2)
-            each = special.logsumexp(normal + prior[:, None], axis=0)
-            logs[k, i] = each.sum() + stats.halfnorm.logpdf(tau) + np.log(tau)
-    pips = special.softmax(special.logsumexp(logs, axis=1)) @ list(itertools.product([0, 1], repeat=2))
-    found = closed(AugmentedChains, given).posterior(0.0, 100, 0.0)
-    assert 0.1 < pips[1] < 0.9
-    assert found.error.max() < 0.05
-    assert (np.abs(found.active_probs - pips) < 4 * found.error + 2e-3).all()
 
 
 @pytest.mark.slow
