@@ -28,6 +28,7 @@ from pyro_l0.selection.design.joint import JointDesign, design_of
 from pyro_l0.selection.design.noise import root_of
 from pyro_l0.selection.families import Binomial, Family
 from pyro_l0.selection.methods import METHODS, find_posterior
+from pyro_l0.selection.methods.background import probability_of_background
 from pyro_l0.selection.predictive import (
     expected,
     quantiles,
@@ -106,6 +107,20 @@ def _repeated(weight: Array) -> NDArray[np.intp]:
     return np.repeat(np.arange(len(weight)), weight.astype(np.intp))
 
 
+def _warn_of_background(design: Design, found: SelectionPosterior) -> None:
+    """Where small effects of all features are more probable than not."""
+    effects = design.small_effects() if found.active_probs.max(initial=0.0) > 0.5 else None
+    share = probability_of_background(design.problem, effects, found.draws) if effects else 0.0
+    if share > _PROBABLE:
+        warnings.warn(
+            f"With a probability of {share:.2f} or more all features have small effects, beside those that are found: "
+            "credible sets may then hold no large effect, and features be selected for their neighbours. Fit with "
+            "background=True.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def seed_of(random_state: int | np.random.RandomState | None) -> int:
     """A seed by scikit-learn's convention, but without drawing from numpy's global generator where none is given."""
     if random_state is None:
@@ -117,6 +132,7 @@ _PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale")
 _OF_DRAFT = (*_PRIORS, "standardize", "fit_intercept", "background")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
+_PROBABLE = 0.7  # probability of small effects of all features from which on a fit without them warns
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
 _FOR_ARVIZ = 1000
 
@@ -146,7 +162,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"auto", *METHODS})],
         "family": [Family],
-        "background": ["boolean", None],
+        "background": ["boolean"],
         "ties": [StrOptions({"breslow", "efron"})],
         "random_state": ["random_state"],
         "verbose": ["boolean"],
@@ -192,7 +208,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             TypeError: X is sparse, which only a linear regression takes, or has no categories where the fit had some.
 
         Warns:
-            UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
+            UserWarning: features are constant; their inclusion probabilities and coefficients are 0. Or, in a linear
+                regression, all of them probably have small effects, and ``background=True`` is called for.
             ConvergenceWarning: the fit is not ``ok_``; ``problems_`` has the text.
         """
         return self._fit(X, y, sample_weight, offset)
@@ -238,8 +255,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         design = design_of(draft)
         seed = seed_of(self.random_state)
         with progress(bool(self.verbose)):
-            sought = design if isinstance(design, Design) and getattr(self, "background", False) is None else None
-            posterior, self.method_ = find_posterior(design.problem, self.method, sought, draws=_DRAWS, seed=seed)
+            posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
+        if isinstance(design, Design) and getattr(self, "background", None) is False and self.method_ == "tempered":
+            _warn_of_background(design, posterior)
         self._keep(design, posterior, seed)
         if rate is not None and not np.isnan(rate).any():
             self.rate_ = rate

@@ -62,11 +62,9 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         background: whether each feature with a gate has a small effect u, too, as in genetics: y ~ N(X (beta + u),
             noise). Small effects everywhere otherwise make credible sets that hold no large one. The u are normal with
             a common variance, for the features as the slabs see them. The ratio r of the variances that they and the
-            noise give y is 0 with a prior probability of .5, or one of five values from .02 to 5.12. True integrates
-            over r, which takes about six times as long and makes sparse X dense; False has none. None has one where
-            chains without it give r > 0 a probability above .3; not where all subsets are summed over, nor of sparse X
-            or more than 2,000 rows and features. Where few large effects explain y no better than many small ones, sets
-            are lost.
+            noise give y is 0 with a prior probability of .5, or one of five values from .02 to 5.12. The fit then takes
+            about six times as long, and sparse X become dense. Where few large effects explain y no better than many
+            small ones, sets are lost.
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 100,000
@@ -96,7 +94,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         rate_: posterior mean of the rate; the rates where features have their own.
         log_evidence_: log p(y) in nats, or its estimate; that of y without what an intercept and features with a flat
             prior explain. NaN where coefficients are so far from normal that it cannot be told.
-        background_: P(r | y), a dict by r; ``{0.0: 1.0}`` where it was not integrated over.
+        background_: P(r | y), a dict by r; ``{0.0: 1.0}`` without a background.
         background_coef_: posterior means of the small effects, shape ``(p,)``, which predictions add to ``coef_``; 0
             without a background, and for features that are always in.
         credible_sets_: groups of correlated features, one of which has an effect with probability .95 or more.
@@ -121,7 +119,7 @@ class SpikeSlabRegressor(SpikeSlabRegression):
     _takes_sparse = True
 
     noise_scale: float | None = None
-    background: bool | None = None
+    background: bool = False
 
     def fit(
         self,

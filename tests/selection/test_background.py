@@ -1,5 +1,7 @@
 """Small effects of all features beside sparse ones, against sums over gates and ratios that share no code with ours."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -215,7 +217,7 @@ def test_probability_from_draws_without_a_background(monkeypatch):
     design = design_of(x, y, rate=0.3, noise_scale=NOISE, slab_scale=SLAB, standardize=False)
     draws = enumerate_posterior(design.problem, draws=4000, seed=0).draws
     monkeypatch.setattr(background, "_SCREENED", 4000)
-    found = background.probability_of_background(design.problem, design.background, draws)
+    found = background.probability_of_background(design.problem, design.small_effects(), draws)
     _, probs, _ = reference(x, y, rates)
     assert 0.1 < probs[0] < 0.9
     assert found == pytest.approx(1 - probs[0], abs=0.02)
@@ -223,17 +225,15 @@ def test_probability_from_draws_without_a_background(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_a_background_is_integrated_over_where_it_is_probable(share):
+def test_a_fit_without_a_background_warns_where_it_is_missed(share):
     """Three large effects among 120 correlated features, and small ones of all that explain a share of y."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(500, 120)) @ np.linalg.cholesky(0.9 ** np.abs(np.subtract.outer(range(120), range(120)))).T
     large, small = x[:, [20, 60, 100]] @ [1.0, -1.0, 1.0], x @ rng.normal(size=120)
     noise = rng.normal(size=500)
     y = 0.5 * large / large.std() + np.sqrt(share) * small / small.std() + np.sqrt(0.75 - share) * noise
-    model = SpikeSlabRegressor(random_state=0).fit(x, y)
-    other = SpikeSlabRegressor(background=share > 0, random_state=0).fit(x, y)
-    np.testing.assert_allclose(model.pip_, other.pip_, atol=1e-8)
-    assert [*model.background_] == [*other.background_]
-    assert model.background_[0.0] == pytest.approx(other.background_[0.0], abs=1e-8)
-    assert (model.background_[0.0] < 0.1) == (share > 0)
-    np.testing.assert_allclose(model.predict(x), other.predict(x), atol=1e-8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        SpikeSlabRegressor(random_state=0).fit(x, y)
+    assert [w.category for w in caught if "Fit with background=True" in str(w.message)] == [UserWarning] * (share > 0)
+    assert all(w.filename == __file__ for w in caught)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -42,9 +41,8 @@ class Design:
         self.gates = np.unique(draft.gate_of[: draft.gated])  # which of all the problem has
         self.constant = {j for step in self._steps if isinstance(step, Scale) for j in step.constant.tolist()}
 
-    @cached_property
-    def background(self) -> Background | None:
-        """Small effects of all features; None of sparse ones, or of so many that their spectrum takes long."""
+    def small_effects(self) -> Background | None:
+        """Those that a background has, of dense features that are not too many; None else."""
         x = self._draft.x
         if isinstance(x, SparseColumns) or not self._draft.gated or min(x.shape) > _MANY:
             return None
@@ -53,10 +51,8 @@ class Design:
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data; what was integrated out is drawn given the rest."""
         rng = np.random.default_rng(seed)
-        if found.background is not None:
-            background = self.problem.background or self.background
-            assert background is not None
-            found = background.undo(found, rng)
+        background = self.problem.background
+        found = found if background is None else background.undo(found, rng)
         for step in reversed(self._steps):
             found = step.undo(found, rng)
         return found

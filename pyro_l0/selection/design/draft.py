@@ -41,7 +41,7 @@ class Draft:
     noise_scale: float | None = None
     standardize: bool = True
     fit_intercept: bool = True
-    background: bool | None = None  # whether each feature has a small effect, too; None: only where that is probable
+    background: bool = False  # whether each feature has a small effect, too
     is_part: bool = False  # of a joint regression, in others of which a feature may vary
     deviation: Array = field(init=False)  # of the features since they are centred, shape (p,); 0 for a constant
     variance: Array = field(init=False)  # of each column since features are scaled, shape (p,)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from pyro_l0.selection.design.design import Design
-from pyro_l0.selection.methods.background import mixed_posterior, probability_of_background
+from pyro_l0.selection.methods.background import mixed_posterior
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import tempered_posterior
 from pyro_l0.selection.problem import JointProblem, Problem, SelectionPosterior
@@ -16,7 +14,7 @@ __all__ = ["METHODS", "find_posterior"]
 # Features up to which a sum over all subsets takes less time than chains; other families need a Newton iteration for
 # each subset, whose time grows with the observations, and sum over one feature more where these are few.
 _FEW_GAUSSIAN, _FEW_JOINT, _FEW, _SHORT = 15, 11, 8, 1000
-_PROBABLE = 0.3  # probability of a background, by chains without one, from which on it is integrated over
+
 
 METHODS: dict[str, Callable[..., SelectionPosterior]] = {
     "enumerate": enumerate_posterior,
@@ -25,35 +23,21 @@ METHODS: dict[str, Callable[..., SelectionPosterior]] = {
 
 
 def find_posterior(
-    problem: Problem | JointProblem,
-    method: str,
-    design: Design | None = None,
-    *,
-    draws: int,
-    seed: int,
+    problem: Problem | JointProblem, method: str, *, draws: int, seed: int
 ) -> tuple[SelectionPosterior, str]:
     """The posterior of a problem, and the method that found it.
 
     The method is a key of ``METHODS``, or ``"auto"``, which enumerates few features and samples the gates of more, and
-    those of families with parameters of their own. The background of the ``design`` is integrated over where chains
-    find it probable.
+    those of families with parameters of their own.
     """
     if method == "auto":
-        method = "enumerate" if problem.gates <= _few(problem) and not problem.is_sampled else "tempered"
+        few = _few(problem)
+        method = "enumerate" if problem.gates <= few and not problem.is_sampled else "tempered"
     if not problem.gates and not problem.is_sampled:
         method = "enumerate"  # the one gate vector that there is
-    if isinstance(problem, JointProblem):
-        return METHODS[method](problem, draws=draws, seed=seed), method
-    if problem.background is not None:
+    if isinstance(problem, Problem) and problem.background is not None:
         return mixed_posterior(problem, METHODS[method], draws=draws, seed=seed), method
-    found = METHODS[method](problem, draws=draws, seed=seed)
-    if design is None or method != "tempered" or found.active_probs.max() <= 0.5:
-        return found, method
-    background = design.background
-    if background is None or probability_of_background(problem, background, found.draws) <= _PROBABLE:
-        return found, method
-    mixed = replace(problem, background=background)
-    return mixed_posterior(mixed, METHODS[method], draws=draws, seed=seed, without=found), method
+    return METHODS[method](problem, draws=draws, seed=seed), method
 
 
 def _few(problem: Problem | JointProblem) -> int:

@@ -20,16 +20,10 @@ _LOG_EVIDENCE = 0.1  # standard error of that of chains, in nats, as seeds diffe
 
 
 def mixed_posterior(
-    problem: Problem,
-    method: Callable[..., SelectionPosterior],
-    *,
-    draws: int,
-    seed: int,
-    without: SelectionPosterior | None = None,
+    problem: Problem, method: Callable[..., SelectionPosterior], *, draws: int, seed: int
 ) -> SelectionPosterior:
     """The posterior of a Gaussian regression with a background, by a method for regressions without one.
 
-    That ``without`` a background may be known.
     Chains that move between the ratios would rarely do so where few large effects explain y as well as many small ones
     do; how probable each is, they would have from their starts.
     """
@@ -37,8 +31,7 @@ def mixed_posterior(
     found, log_evidence = [], np.zeros(len(RATIOS))
     for k in range(len(RATIOS)):
         given, log_weight = problem.background.given(problem, k)
-        known = without if RATIOS[k] == 0 else None
-        found.append(known or method(given, draws=draws, seed=seed + k))
+        found.append(method(given, draws=draws, seed=seed + k))
         log_evidence[k] = log_weight + found[k].log_evidence
     probs = np.exp(log_evidence - np.logaddexp.reduce(log_evidence))
 
