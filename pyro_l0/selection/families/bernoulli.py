@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from torch import Tensor
 
-from pyro_l0.maths.polya_gamma import draw_polya_gamma
 from pyro_l0.selection.families.family import Array, Family
+from pyro_l0.selection.families.polya_gamma import draw_polya_gamma
 
 __all__ = ["Bernoulli", "Binomial"]
 

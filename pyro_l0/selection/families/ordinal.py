@@ -14,8 +14,8 @@ from scipy.special import expit
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_l0.maths.polya_gamma import draw_polya_gamma
 from pyro_l0.selection.families.family import Array, Family
+from pyro_l0.selection.families.polya_gamma import draw_polya_gamma
 
 __all__ = ["Ordinal"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_l0.maths.polya_gamma import draw_polya_gamma
+from pyro_l0.selection.families.polya_gamma import draw_polya_gamma
 from tests.maths.spike_and_slab import seeded
 
 N = 40_000
