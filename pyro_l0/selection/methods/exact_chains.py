@@ -1,4 +1,4 @@
-"""Chains on the exact posterior: of logistic regressions by Polya-Gamma augmentation, of any other by jumps."""
+"""Chains on the exact posterior: by augmentation where variables make the log density quadratic, else by jumps."""
 
 from __future__ import annotations
 

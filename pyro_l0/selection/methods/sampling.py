@@ -195,7 +195,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     chains find, which run for a third of the effort. Draws of the last chains are re-weighted by the Laplace evidence
     of their gates and slab scales. Where that leaves a standard error above ``_PRECISE``, augmented chains continue a
     logistic regression; where it is above ``MOST_ERROR``, or importance weights say that Laplace's approximation is too
-    far off, jumping chains continue, and those of families with parameters of their own at once.
+    far off, jumping chains continue. Families with parameters of their own have exact chains at once, which start from
+    the prior where there are at most ``_FEW`` gates.
     """
 
     def mean_predictor(walk: _Walk, run: GibbsRun) -> Tensor:

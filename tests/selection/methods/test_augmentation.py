@@ -96,5 +96,7 @@ def test_an_unknown_slab_scale_and_weights(short):
 def test_where_it_applies():
     x, y = labels(20, 3, seed=4)
     assert is_augmented(design_of(x, y, "bernoulli").problem)
+    assert is_augmented(design_of(x, y, "ordinal").problem)
     assert not is_augmented(design_of(x, y, "poisson").problem)
+    assert not is_augmented(design_of(x, y, "categorical").problem)
     assert not is_augmented(design_of(x, y, "bernoulli", weight=np.full(20, 0.5)).problem)
