@@ -184,6 +184,21 @@ def test_moves_of_the_parameters(family):
         assert stats.kstest(np.interp(drawn, grid, below / below[-1]), "uniform").pvalue > 1e-3
 
 
+@torch.no_grad()
+def test_moves_of_the_slab_scale():
+    """Where features say nothing, chains from the prior, which is half-normal, keep it."""
+    given = problem("negative_binomial")
+    each = closed(JumpingChains, replace(given, x=torch.zeros_like(given.x)), 4000)
+    each.z = torch.ones_like(each.z)
+    each.log_slab = torch.randn(4000, generator=seeded(2), dtype=torch.float64).abs().log()
+    each.beta[:, :3] = each.log_slab.exp()[:, None] * torch.randn(4000, 3, generator=seeded(3), dtype=torch.float64)
+    each._value = each._likelihood.value(each._eta)
+    for _ in range(30):
+        each._move_slab()
+    assert stats.kstest(each.log_slab.exp(), "halfnorm").pvalue > 1e-3
+    assert stats.kstest((each.beta[:, :3] / each.log_slab.exp()[:, None]).flatten(), "norm").pvalue > 1e-3
+
+
 @pytest.mark.parametrize("family", AUGMENTED)
 @torch.no_grad()
 def test_variables_that_make_it_quadratic(family):
