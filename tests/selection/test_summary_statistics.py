@@ -331,5 +331,5 @@ def test_a_panel_without_an_end_is_the_sample_where_it_does_not_fit(recwarn):
     assert_equal_fits(one, other)
     SpikeSlabRegressor.from_z_scores([12, -9, 5, 3], correlation, 500, panel_size=1e6, random_state=0)
     assert all(warned.filename == __file__ for warned in recwarn)
-    with pytest.raises(ValueError, match="larger panel than one of 20 rows, as the effects explain 0.9"):
+    with pytest.raises(ValueError, match=r"larger panel than one of 20 rows, as the effects explain 0\.9"):
         of_z_scores([200.0, 0.0], np.eye(2), 1000, 20)
