@@ -113,7 +113,7 @@ def _warn_of_background(design: Design, found: SelectionPosterior) -> None:
     share = probability_of_background(design.problem, effects, found.draws) if effects else 0.0
     if share > _PROBABLE:
         warnings.warn(
-            f"With a probability of {share:.2f} or more all features have small effects, beside those that are found: "
+            f"With a probability of about {share:.2f} all features have small effects, beside those that are found: "
             "credible sets may then hold no large effect, and features be selected for their neighbours. Fit with "
             "background=True.",
             UserWarning,
@@ -208,8 +208,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             TypeError: X is sparse, which only a linear regression takes, or has no categories where the fit had some.
 
         Warns:
-            UserWarning: features are constant; their inclusion probabilities and coefficients are 0. Or, in a linear
-                regression, all of them probably have small effects, and ``background=True`` is called for.
+            UserWarning: features are constant; their inclusion probabilities and coefficients are 0. Or chains
+                of a linear regression say that all probably have small effects, and ``background=True`` is called for.
             ConvergenceWarning: the fit is not ``ok_``; ``problems_`` has the text.
         """
         return self._fit(X, y, sample_weight, offset)

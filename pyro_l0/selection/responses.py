@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import issparse
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils import Tags, assert_all_finite
@@ -509,11 +510,16 @@ class SpikeSlabMultiTaskRegressor(SpikeSlabRegression):
         if not _are_tables(X):
             return self._fit(X, y, sample_weight, offset)
         rows = [np.shape(table)[0] for table in X]
+        if min(rows) < 2:
+            raise ValueError(
+                f"Expected at least two rows in each X, but number {int(np.argmin(rows))} has {min(rows)}."
+            )
         for name, parts in (("y", y), ("sample_weight", sample_weight), ("offset", offset)):
-            if parts is not None and [np.shape(part) for part in parts] != [(n,) for n in rows]:
+            shapes = [np.shape(part) for part in parts] if np.iterable(parts) else parts
+            if parts is not None and shapes != [(n,) for n in rows]:
                 raise ValueError(
                     f"Expected {name} to be a list of {len(X)} vectors, one for each X, of lengths {rows}, but got "
-                    f"{[np.shape(part) for part in parts]}."
+                    f"{shapes}."
                 )
         y, weight, known = (None if parts is None else np.concatenate(parts) for parts in (y, sample_weight, offset))
         self._set_of = np.repeat(np.arange(len(X)), rows)
@@ -595,6 +601,8 @@ def _are_tables(X: Any) -> bool:
 
 def _stacked(tables: Sequence[Any]) -> Any:
     """Data sets of the same features, one below the other."""
+    if sparse := [k for k, table in enumerate(tables) if issparse(table)]:
+        raise TypeError(f"Expected dense X, but number {sparse[0]} is sparse; pass its toarray().")
     tables = [tabular(table) for table in tables]
     names = [list(getattr(table, "columns", range(np.shape(table)[1]))) for table in tables]
     if wrong := [k for k, own in enumerate(names) if own != names[0]]:
@@ -607,7 +615,8 @@ def _stacked(tables: Sequence[Any]) -> Any:
     import pandas
 
     found = pandas.concat(tables, ignore_index=True)
-    for j, dtype in enumerate(tables[0].dtypes):
-        if str(dtype) == "category":  # whose levels may differ
-            found.isetitem(j, pandas.api.types.union_categoricals([table.iloc[:, j] for table in tables]))
+    for j in range(found.shape[1]):
+        columns = [table.iloc[:, j] for table in tables]
+        if all(str(column.dtype) == "category" for column in columns):  # whose levels may differ
+            found.isetitem(j, pandas.api.types.union_categoricals(columns, ignore_order=True))
     return found

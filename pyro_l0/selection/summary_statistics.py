@@ -213,7 +213,7 @@ def of_z_scores(z: ArrayLike, correlation: ArrayLike, n: float, panel_size: floa
         correlations = _Correlations(*np.linalg.eigh(matrix))
     crossed = scores / np.sqrt(scores**2 + n - 2)
     standard = crossed * np.sqrt(n - 1)
-    if panel_size is not None:
+    if panel_size is not None and panel_size < np.inf:
         return _of_panel(correlations.above(1 / panel_size), crossed, n, float(panel_size), names)
     share = _misfit(correlations, standard, n, names)
     if share:
@@ -239,9 +239,15 @@ def _of_panel(
     _misfit(correlations, scores, n, names, 1 - explained + explained * n / size, size)
     deviations = np.sqrt((correlations.vectors**2 @ correlations.values).clip(min=0.1))
     crossed = crossed * deviations
+    number = 1 / (1 / n + explained / ((1 - explained) * size))
+    if number <= 2:
+        raise ValueError(
+            f"Expected a larger panel than one of {size:g} rows, as the effects explain {explained:.4f} of y and its "
+            "error hides them; take R from the sample of z."
+        )
     completed = correlations.with_crossed(crossed, (1 + explained) / 2)
     x, y, _ = completed.observations(1 / deviations, crossed)
-    return Observations(x, y, names, 1 / (1 / n + explained / ((1 - explained) * size)))
+    return Observations(x, y, names, number)
 
 
 def _aligned(

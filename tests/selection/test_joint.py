@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy import linalg, special, stats
+from scipy.sparse import csr_array
 
 from pyro_l0.selection import SpikeSlabMultiTaskRegressor, SpikeSlabRegressor
 from pyro_l0.selection.methods.joint_evidence import JointEvidence
@@ -239,6 +240,38 @@ def test_sets_see_no_difference_of_means():
         model.to_arviz()
 
 
+def test_what_is_said_of_a_gate_does_not_depend_on_a_data_set_without_it(recwarn):
+    """Not the size of slabs, and not the number of features that may be expected; constants name the caller's file."""
+    x, y = studies(seed=13)
+    still = np.hstack([x[1][:, :1] * 0 + 2.0, np.ones((40, 2))])
+    alone = fitted([1e3 * x[0]], y[:1], rate=0.3)
+    beside = fitted([1e3 * x[0], still], y, rate=0.3)
+    np.testing.assert_allclose(alone.pip_, beside.pip_, atol=1e-6)
+    np.testing.assert_allclose(fitted([x[0], still], y, rate=None, expected_size=1.5).pip_.shape, (3,))
+    assert not recwarn
+    x[0][:, 1], x[1][:, 1] = 1.0, 2.0
+    for given in ((x, y), (x[0], y[0])):
+        SpikeSlabMultiTaskRegressor(random_state=0).fit(*given)
+        assert recwarn.pop().filename == __file__
+    SpikeSlabRegressor(random_state=0).fit(x[0], y[0])
+    assert recwarn.pop().filename == __file__
+
+
+def test_offsets():
+    """Of each response, and of each data set, less which the posterior is the same."""
+    x, y = studies(seed=14)
+    offset = [np.linspace(-2, 5, len(part)) for part in y]
+    plain = fitted(x, y)
+    model = SpikeSlabMultiTaskRegressor(random_state=0, standardize=False, rate=RATES)
+    model.fit(x, [a + b for a, b in zip(y, offset, strict=True)], offset=offset)
+    np.testing.assert_allclose(model.pip_, plain.pip_, atol=1e-8)
+    np.testing.assert_allclose(model.intercept_, plain.intercept_, atol=1e-6)
+    both = np.stack([y[0], -y[0] + x[0][:, 2]], 1)
+    known = np.stack([offset[0], -3 * offset[0]], 1)
+    one, other = fitted(x[0], both), model.fit(x[0], both + known, offset=known)
+    np.testing.assert_allclose(one.pip_, other.pip_, atol=1e-8)
+
+
 def test_frames_with_levels():
     """A level that one data set alone has is constant in the other."""
     x, y = studies(seed=12)
@@ -263,7 +296,15 @@ def test_refused():
         fitted([x[0], x[1][:, :2]], y)
     with pytest.raises(ValueError, match="one for each study, and panel_size, but got 2, 1, 2 and 2"):
         SpikeSlabMultiTaskRegressor.from_z_scores([y, y], [x], [5, 5])
-    with pytest.raises(ValueError, match="each response to vary, but that of column 1"):
+    with pytest.raises(ValueError, match=r"each response to vary, .* number 1 does not"):
         fitted(x, [y[0], 0 * y[1]])
+    with pytest.raises(ValueError, match="at least two rows in each X, but number 1 has 0"):
+        fitted([x[0], x[1][:0]], [y[0], y[1][:0]])
+    with pytest.raises(ValueError, match="of a weight in each data set, but number 0 has none"):
+        SpikeSlabMultiTaskRegressor().fit(x, y, [np.zeros(25), np.ones(40)])
+    with pytest.raises(ValueError, match="sample_weight to be a list of 2 vectors"):
+        SpikeSlabMultiTaskRegressor().fit(x, y, 2.0)
+    with pytest.raises(TypeError, match="dense X, but number 0 is sparse"):
+        SpikeSlabMultiTaskRegressor().fit([csr_array(part) for part in x], y)
     with pytest.raises(ValueError, match="NaN"):
         fitted(x[0], np.stack([y[0], np.nan * y[0]], 1))

@@ -319,3 +319,17 @@ def test_a_switched_sign_that_would_explain_more_than_all_of_y(n, seed):
     z[1] *= -1
     with pytest.warns(UserWarning, match=r"(probable for|deviations have) ([023], )?1"):
         of_z_scores(z, np.corrcoef(x.T), n)
+
+
+def test_a_panel_without_an_end_is_the_sample_where_it_does_not_fit(recwarn):
+    """The same shrunk R, and words that name the caller's file; a panel that hides all effects is refused."""
+    correlation = np.array([[1, 0.9, 0.9, 0.1], [0.9, 1, 0.9, 0.1], [0.9, 0.9, 1, 0.1], [0.1, 0.1, 0.1, 1]])
+    one, other = (
+        SpikeSlabRegressor.from_z_scores([12, -9, 5, 3], correlation, 500, panel_size=size, random_state=0)
+        for size in (np.inf, None)
+    )
+    assert_equal_fits(one, other)
+    SpikeSlabRegressor.from_z_scores([12, -9, 5, 3], correlation, 500, panel_size=1e6, random_state=0)
+    assert all(warned.filename == __file__ for warned in recwarn)
+    with pytest.raises(ValueError, match=r"larger panel than one of 20 rows, as the effects explain 0\.9"):
+        of_z_scores([200.0, 0.0], np.eye(2), 1000, 20)

@@ -38,14 +38,16 @@ class JointDesign:
         for k, design in enumerate(self._designs):
             y = np.nanmax(np.abs(draft.y[:, k]))
             if float(design.problem.y.abs().max()) <= 10 * np.finfo(np.float64).eps * y:
-                raise ValueError(f"Expected each response to vary, but that of column {k} does not; leave it out.")
-        constant = set.intersection(*(set(design.constant) for design in self._designs))
-        warn_of_constant([draft.names[j] for j in sorted(constant)], stacklevel=5)
+                raise ValueError(
+                    "Expected each response to vary, and not with what is always in alone, but number "
+                    f"{k} does not; leave it out."
+                )
+        constant = set.intersection(*(design.constant for design in self._designs))
+        warn_of_constant([draft.names[j] for j in sorted(constant)], stacklevel=6)
         own = [design.gates for design in self._designs]
         self._open = np.unique(np.concatenate(own))
-        width = math.sqrt(
-            float(np.mean([(unit / design.problem.prior.slab_unit) ** 2 for unit, design in self._pairs()]))
-        )
+        widths = [unit / design.problem.prior.slab_unit for unit, design in self._pairs() if len(design.gates)]
+        width = math.sqrt(float(np.mean(np.square(widths or [1.0]))))
         prior = replace(
             self._designs[0].problem.prior,
             rate=rate_of(draft, self._open),
@@ -110,6 +112,8 @@ class JointDesign:
 def _of_response(draft: Draft, k: int) -> Draft:
     """The regression of one response on the rows in which it was observed."""
     rows = np.flatnonzero(~np.isnan(draft.y[:, k]))
+    if not len(rows):
+        raise ValueError(f"Expected observations of a weight in each data set, but number {k} has none; leave it out.")
     return replace(
         draft,
         family=Gaussian(),
@@ -117,6 +121,7 @@ def _of_response(draft: Draft, k: int) -> Draft:
         y=draft.y[rows, k],
         weight=None if draft.weight is None else draft.weight[rows],
         offset=None if draft.offset is None else draft.offset[rows, k : k + 1],
+        expected_size=None,  # these two are of all parts
         slab_scale=None,
         is_part=True,
     )

@@ -108,7 +108,7 @@ class Scale(Step):
         is_in = np.broadcast_to(rate, int(draft.gate_of.max()) + 1)[draft.gate_of] == 1
         self.constant = np.flatnonzero(each == 0)
         if not draft.is_part:
-            warn_of_constant([draft.names[j] for j in self.constant.tolist()], stacklevel=6)
+            warn_of_constant([draft.names[j] for j in self.constant.tolist()], stacklevel=7)
         if draft.always_in_scale is not None and not is_in.any():
             raise ValueError(
                 f"Expected no always_in_scale, as no feature has a rate of 1, but got {draft.always_in_scale}; leave "

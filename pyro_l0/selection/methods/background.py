@@ -61,12 +61,12 @@ def mixed_posterior(
     )
 
 
-_SCREENED = 100  # draws
+_SCREENED = 200  # draws
 
 
 @torch.no_grad()
 def probability_of_background(problem: Problem, background: Background, draws: Draws) -> float:
-    """P(r > 0 | y), from draws of the posterior without a background, or less where these are far from that with one.
+    """P(r > 0 | y), roughly, from draws of the posterior without a background; too low where these are far from others.
 
     The evidence of a ratio over that of r = 0 is the mean of the ratio of the evidences of draws from the latter.
     """
