@@ -109,7 +109,8 @@ def _repeated(weight: Array) -> NDArray[np.intp]:
 
 def _warn_of_background(design: Design, found: SelectionPosterior) -> None:
     """Where small effects of all features are more probable than not."""
-    effects = design.small_effects() if found.active_probs.max(initial=0.0) > 0.5 else None
+    is_told = len(found.active_probs) > _FEW and found.active_probs.max() > 0.5
+    effects = design.small_effects() if is_told else None
     share = probability_of_background(design.problem, effects, found.draws) if effects else 0.0
     if share > _PROBABLE:
         warnings.warn(
@@ -132,6 +133,7 @@ _PRIORS = ("expected_size", "always_in_scale", "slab_scale", "noise_scale")
 _OF_DRAFT = (*_PRIORS, "standardize", "fit_intercept", "background")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
+_FEW = 15  # gates up to which small effects are seen one by one
 _PROBABLE = 0.7  # probability of small effects of all features from which on a fit without them warns
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
 _FOR_ARVIZ = 1000
@@ -209,7 +211,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Warns:
             UserWarning: features are constant; their inclusion probabilities and coefficients are 0. Or chains
-                of a linear regression say that all probably have small effects, and ``background=True`` is called for.
+                of a linear regression say that all of more than 15 probably have small effects; ``background=True``
+                allows for these.
             ConvergenceWarning: the fit is not ``ok_``; ``problems_`` has the text.
         """
         return self._fit(X, y, sample_weight, offset)
