@@ -31,7 +31,6 @@ class JointDesign:
     """
 
     def __init__(self, draft: Draft) -> None:
-        self._features = len(draft.gate_of)
         self._gates = int(draft.gate_of.max()) + 1
         self._designs = [Design(_of_response(draft, k)) for k in range(draft.y.shape[1])]
         self._units = [design.problem.prior.noise_unit for design in self._designs]
