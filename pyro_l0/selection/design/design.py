@@ -39,7 +39,7 @@ class Design:
             step.apply(draft)
         self.problem, self._draft = _problem(draft), draft
         self.gates = np.unique(draft.gate_of[: draft.gated])  # which of all the problem has
-        self.constant = {j for step in self._steps if isinstance(step, Scale) for j in step.constant.tolist()}
+        self.constant = draft.constant
 
     def small_effects(self) -> Background | None:
         """Those that a background has, of dense features that are not too many; None else."""

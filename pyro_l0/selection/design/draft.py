@@ -42,8 +42,8 @@ class Draft:
     standardize: bool = True
     fit_intercept: bool = True
     background: bool = False  # whether each feature has a small effect, too
-    is_part: bool = False  # of a joint regression, in others of which a feature may vary
     deviation: Array = field(init=False)  # of the features since they are centred, shape (p,); 0 for a constant
+    constant: set[int] = field(init=False)  # which features are, since they are scaled
     variance: Array = field(init=False)  # of each column since features are scaled, shape (p,)
     always: int = field(default=0, init=False)  # how many of the features, the last ones, are always in
     taken: float = field(default=0.0, init=False)  # observations that flat priors take

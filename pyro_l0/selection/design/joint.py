@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,6 @@ from scipy.sparse import csr_array
 
 from pyro_l0.selection.design.design import Design, check_slab_scale, rate_of
 from pyro_l0.selection.design.draft import Draft
-from pyro_l0.selection.design.units import warn_of_constant
 from pyro_l0.selection.families import Gaussian
 from pyro_l0.selection.families.family import Array
 from pyro_l0.selection.problem import Draws, JointProblem, SelectionPosterior
@@ -20,8 +20,18 @@ __all__ = ["JointDesign", "design_of"]
 
 
 def design_of(draft: Draft) -> Design | JointDesign:
-    """The design of a regression, or of as many as there are responses."""
-    return JointDesign(draft) if draft.family.is_joint else Design(draft)
+    """The design of a regression, or of as many as there are responses, with a warning of constant features."""
+    names = draft.names
+    design = JointDesign(draft) if draft.family.is_joint else Design(draft)
+    constant = [repr(names[j]) for j in sorted(design.constant)]
+    if constant:
+        more = f" and {len(constant) - 5} more" if len(constant) > 5 else ""
+        warnings.warn(
+            "Constant features have no effect that could be found: the inclusion probability and the coefficient of "
+            f"{', '.join(constant[:5])}{more} are 0. Leave them out.",
+            stacklevel=4,
+        )
+    return design
 
 
 class JointDesign:
@@ -41,8 +51,7 @@ class JointDesign:
                     "Expected each response to vary, and not with what is always in alone, but number "
                     f"{k} does not; leave it out."
                 )
-        constant = set.intersection(*(design.constant for design in self._designs))
-        warn_of_constant([draft.names[j] for j in sorted(constant)], stacklevel=6)
+        self.constant = set.intersection(*(design.constant for design in self._designs))
         own = [design.gates for design in self._designs]
         self._open = np.unique(np.concatenate(own))
         widths = [unit / design.problem.prior.slab_unit for unit, design in self._pairs() if len(design.gates)]
@@ -122,7 +131,6 @@ def _of_response(draft: Draft, k: int) -> Draft:
         offset=None if draft.offset is None else draft.offset[rows, k : k + 1],
         expected_size=None,  # these two are of all parts
         slab_scale=None,
-        is_part=True,
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,20 +14,9 @@ from pyro_l0.maths.second_order import SparseColumns
 from pyro_l0.selection.design.draft import Draft, Step
 from pyro_l0.selection.problem import SelectionPosterior
 
-__all__ = ["Centre", "Offset", "Scale", "warn_of_constant"]
+__all__ = ["Centre", "Offset", "Scale"]
 
 _ROUNDING = 10 * np.finfo(np.float64).eps
-
-
-def warn_of_constant(features: Sequence[str], stacklevel: int) -> None:
-    """Say that some features are constant, by name, if there are any."""
-    names = [repr(name) for name in features]
-    if names:
-        warnings.warn(
-            "Constant features have no effect that could be found: the inclusion probability and the coefficient of "
-            f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} are 0. Leave them out.",
-            stacklevel=stacklevel,
-        )
 
 
 class Offset(Step):
@@ -106,9 +93,7 @@ class Scale(Step):
         each, factor_of = draft.deviation, draft.factor_of
         rate = np.nan if draft.rate is None or isinstance(draft.rate, tuple) else draft.rate
         is_in = np.broadcast_to(rate, int(draft.gate_of.max()) + 1)[draft.gate_of] == 1
-        self.constant = np.flatnonzero(each == 0)
-        if not draft.is_part:
-            warn_of_constant([draft.names[j] for j in self.constant.tolist()], stacklevel=7)
+        draft.constant = set(np.flatnonzero(each == 0).tolist())
         if draft.always_in_scale is not None and not is_in.any():
             raise ValueError(
                 f"Expected no always_in_scale, as no feature has a rate of 1, but got {draft.always_in_scale}; leave "
