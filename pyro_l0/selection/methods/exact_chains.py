@@ -314,14 +314,23 @@ class _Open(NamedTuple):
 
     which: Tensor  # among all coefficients, shape (chains, m K), padded
     valid: Tensor  # which are no padding
-    columns: Tensor  # their features, shape (chains, m, n)
+    columns: Tensor  # of all features that any chain has here, shape (u, n)
+    place: Tensor  # of each feature among these, shape (chains, m)
     precision: Tensor  # of the priors, shape (chains, m K)
     curvature: Tensor  # of log likelihood and priors, on average, shape (chains, m K, m K); that of padding is 1
 
     def predictors(self, beta: Tensor) -> Tensor:
         """Of coefficients of shape ``(chains, m K, q)``, shape ``(chains, n K, q)``."""
-        s, m = self.columns.shape[:2]
-        return (self.columns.mT @ beta.reshape(s, m, -1)).view(s, -1, beta.shape[2])
+        (s, m), q = self.place.shape, beta.shape[2]
+        by_feature = beta.view(s, m, -1).mT
+        place = self.place[:, None].expand_as(by_feature)
+        whole = beta.new_zeros(*by_feature.shape[:2], len(self.columns)).scatter_add(2, place, by_feature)
+        return (whole @ self.columns).mT.reshape(s, -1, q)
+
+    def slopes(self, residual: Tensor) -> Tensor:
+        """Of the log likelihood, shape ``(chains, m K)``, from those along the linear predictors, ``(chains, n, K)``."""
+        found = residual.mT @ self.columns.mT
+        return found.gather(2, self.place[:, None].expand(-1, found.shape[1], -1)).mT.flatten(1)
 
 
 class JumpingChains(ExactChains):
@@ -348,6 +357,7 @@ class JumpingChains(ExactChains):
         self.beta = beta
         self._eta = self._predictors(beta)
         self._likelihood = self._likelihood.fitted(self._eta)
+        self._value = self._likelihood.value(self._eta)
 
     def _sweep(self) -> tuple[Tensor, ...]:
         if self._done in (0, self.sweeps):
@@ -358,7 +368,6 @@ class JumpingChains(ExactChains):
         often = self._often.expand(len(self.z), -1)
         for gate in torch.multinomial(often, tries, generator=self._generator).T if tries else ():
             probs[self._chains, gate] = self._jump(gate)
-        self._value = self._likelihood.value(self._eta)
         if self._x.shape[1]:
             self._move_coefficients()
         if self._problem.prior.slab_scale is None:
@@ -376,7 +385,8 @@ class JumpingChains(ExactChains):
         matrix = self._quadratic.blocks(index) + torch.diag_embed(precision)
         both = valid[:, :, None] & valid[:, None, :]
         curvature = torch.where(both, matrix, torch.eye(index.shape[1]).to(matrix))
-        return _Open(index, valid, self._columns[features], precision, curvature)
+        used, place = features.unique(return_inverse=True)
+        return _Open(index, valid, self._columns[used], place, precision, curvature)
 
     def _jump(self, gate: Tensor) -> Tensor:
         """Draw a gate of each chain with its coefficients; returns P(z = 1)."""
@@ -391,8 +401,9 @@ class JumpingChains(ExactChains):
         factor = torch.linalg.cholesky(every.curvature[:, :size, :size] - cross.mT @ follow)
         line = torch.cat([torch.diag_embed(own.double()), -follow * own[:, None, :]], 1)
         along = every.predictors(line)
-        now = self.beta.gather(1, every.which[:, :size]) * own
-        beta = self.beta.gather(1, every.which) * every.valid - (line @ now[:, :, None])[:, :, 0]
+        here = self.beta.gather(1, every.which) * every.valid
+        now = here[:, :size]
+        beta = here - (line @ now[:, :, None])[:, :, 0]
         eta = self._eta - (along @ now[:, :, None]).view_as(self._eta)
         mode = torch.zeros_like(now)
         for _ in range(_NEWTON):
@@ -406,21 +417,26 @@ class JumpingChains(ExactChains):
         noise[:, 0] = torch.where(was_open, (factor.mT @ (now - mode)[:, :, None])[:, :, 0], noise[:, 0])
         noise = noise * own[:, None, :]
         drawn = mode[:, None] + torch.linalg.solve_triangular(factor.mT, noise.mT, upper=True).mT
-        choices = torch.cat([torch.zeros_like(drawn[:, :1]), drawn], 1)
-        betas = beta[:, None] + choices @ line.mT
+        # Where the chain is comes first, then closed or the first candidate: which of the two it is not.
+        other = torch.where(was_open[:, :, None], 0.0, drawn[:, :1])
+        choices = torch.cat([other, drawn[:, 1:]], 1)
+        is_open = torch.cat([was_open, ~was_open, torch.ones_like(was_open).expand(-1, _CANDIDATES - 1)], 1)
+        betas = torch.cat([here[:, None], beta[:, None] + choices @ line.mT], 1)
         etas = eta[:, None] + (choices @ along.mT).unflatten(2, eta.shape[1:])
-        log_density = self._likelihood.value(etas.movedim(1, 0)).T
-        log_density = log_density - 0.5 * (every.precision[:, None] * betas.square()).sum(2)
+        value = torch.cat([self._value[:, None], self._likelihood.value(etas.movedim(1, 0)).T], 1)
         count = own.sum(1, keepdim=True).double()
         slabs = count * (self.log_slab[:, None] + 0.5 * math.log(2 * math.pi))
         opened = self._prior.logits(self.z.double(), gate[:, None]) - slabs - math.log(_CANDIDATES)
-        log_density[:, 1:] += opened - _log_proposal(noise, factor, count)
-        probs = log_density.softmax(1)
+        opened = opened - _log_proposal(noise, factor, count)[:, [0, *range(_CANDIDATES)]]
+        log_density = value - 0.5 * (every.precision[:, None] * betas.square()).sum(2)
+        probs = (log_density + torch.where(is_open, opened, 0.0)).softmax(1)
         chosen = torch.multinomial(probs, 1, generator=self._generator)[:, 0]
-        self.z = self.z.scatter(1, gate[:, None], (chosen > 0)[:, None])
+        self.z = self.z.scatter(1, gate[:, None], is_open[self._chains, chosen, None])
         self.beta = torch.zeros_like(self.beta).scatter_add(1, every.which, betas[self._chains, chosen])
-        self._eta = etas[self._chains, chosen]
-        return 1 - probs[:, 0]
+        moved = etas[self._chains, (chosen - 1).clamp(min=0)]
+        self._eta = torch.where((chosen > 0)[:, None, None], moved, self._eta)
+        self._value = value[self._chains, chosen]
+        return (probs * is_open).sum(1)
 
     def _move_coefficients(self) -> None:
         """By a Hamiltonian move whose masses are the mean curvature."""
@@ -437,7 +453,7 @@ class JumpingChains(ExactChains):
 
         def push() -> Tensor:
             residual = self._likelihood.slope(eta)
-            slope = (every.columns @ residual).flatten(1) - every.precision * beta
+            slope = every.slopes(residual) - every.precision * beta
             pushed: Tensor = step * (spread.mT @ (slope * every.valid)[:, :, None])[:, :, 0]
             return pushed
 

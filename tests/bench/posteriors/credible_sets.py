@@ -17,7 +17,7 @@ one data set depend on one another.
 correlate by .9, three have effects that explain half of a quarter of the variance of 1,000 observations, five or ten
 further ones .35 or .15 of it, and all features the rest. Which share of the sets of a fit with ``background=True``
 holds none of the five largest effects, and how many of these does a set hold? It is a study of hours and only runs
-where it is asked for; ``--first`` goes on behind other data sets.
+where it is asked for; every fit appends a line to the file ``--out``, from which the next call goes on.
 
 A mark "!" stands where a number leaves what is asked: .93, or 3 standard errors, and then the command ends with 1; one
 in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets.
@@ -26,6 +26,7 @@ in a thousand gets there by chance with every bin. ``--quick`` takes 10 data set
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -87,28 +88,55 @@ def coverage(rho: float, options: argparse.Namespace) -> bool:
 
 
 def with_small_effects(some: int, share: float, options: argparse.Namespace) -> bool:
-    """Print a line for each data set, and the sums so far; returns whether at most one set in twenty is wrong."""
-    sets = wrong = held = 0
+    """Print the counts of a design, whose fits are in a file or follow now; returns whether they are as asked."""
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    records = {r["number"]: r for r in map(json.loads, lines) if r["further"] == some}
     for number in range(1, options.replicates + 1):
-        rng = np.random.default_rng([some, options.first + number])
-        x = features("ar", 0.9, rng, 1000, 200)
-        beta = np.zeros(200)
-        order = rng.permutation(200)
-        for chosen, part in ((order[:3], 0.5), (order[3 : 3 + some], share), (order, 0.5 - share)):
-            own = np.zeros(200)
-            own[chosen] = rng.normal(size=len(chosen))
-            beta += own * math.sqrt(0.25 * part) / (x @ own).std()
-        y = x @ beta + math.sqrt(0.75) * rng.normal(size=1000)
-        largest = set(np.argsort(-np.abs(beta))[:5].tolist())
-        found = SpikeSlabRegressor(background=True, random_state=number).fit(x, y).credible_sets_
-        sets, wrong = sets + len(found), wrong + sum(not largest & set(s.features) for s in found)
-        held += sum(any(j in s.features for s in found) for j in largest)
+        if number not in records:
+            records[number] = {"further": some, "number": number, **with_small_effects_of(some, share, number)}
+            with options.out.open("a") as file:
+                file.write(json.dumps(records[number]) + "\n")
+    own = [records[number] for number in range(1, options.replicates + 1)]
+    sets, wrong, held = (sum(r[key] for r in own) for key in ("sets", "wrong", "held"))
+    print(
+        f"{some} further effects, {len(own)} data sets: {sets} sets, {wrong} of them wrong ({wrong / max(sets, 1):.3f}), "
+        f"{held} of {5 * len(own)} effects in a set ({held / (5 * len(own)):.3f})"
+    )
+    count, expected, found = (np.sum([r[key] for r in own], axis=0) for key in ("count", "expected", "found"))
+    # Gates of one data set depend on one another, so the error is that of the differences of data sets.
+    apart = np.array([r["found"] for r in own]) - np.array([r["expected"] for r in own])
+    error = apart.std(0) * math.sqrt(len(own))
+    for k in range(10):
+        where = f"PIP {k / 10:.1f}–{(k + 1) / 10:.1f}: {count[k]:6.0f} features"
         print(
-            f"{some} further effects, data set {options.first + number}: so far {sets} sets, {wrong} of them wrong "
-            f"({wrong / max(sets, 1):.3f}), {held} of {5 * number} effects in a set ({held / (5 * number):.3f})",
-            flush=True,
+            f"  {where}, {expected[k]:6.1f} expected, {found[k]:4.0f} among the five (s.e. {error[k]:.1f})", flush=True
         )
-    return wrong <= 0.05 * sets
+    return bool(wrong <= 0.05 * sets)
+
+
+def with_small_effects_of(some: int, share: float, number: int) -> dict[str, Any]:
+    """Draw a data set, fit it, and count."""
+    rng = np.random.default_rng([some, number])
+    x = features("ar", 0.9, rng, 1000, 200)
+    beta = np.zeros(200)
+    order = rng.permutation(200)
+    for chosen, part in ((order[:3], 0.5), (order[3 : 3 + some], share), (order, 0.5 - share)):
+        own = np.zeros(200)
+        own[chosen] = rng.normal(size=len(chosen))
+        beta += own * math.sqrt(0.25 * part) / (x @ own).std()
+    y = x @ beta + math.sqrt(0.75) * rng.normal(size=1000)
+    largest = np.argsort(-np.abs(beta))[:5]
+    model = SpikeSlabRegressor(background=True, random_state=number).fit(x, y)
+    found = model.credible_sets_
+    bins, truth = np.minimum(10 * model.pip_, 9).astype(int), np.isin(np.arange(200), largest)
+    return {
+        "sets": len(found),
+        "wrong": sum(not truth[list(s.features)].any() for s in found),
+        "held": sum(any(j in s.features for s in found) for j in largest),
+        "count": np.bincount(bins, minlength=10).tolist(),
+        "expected": np.bincount(bins, model.pip_, 10).tolist(),
+        "found": np.bincount(bins, truth, 10).tolist(),
+    }
 
 
 class Hyperparameters(NamedTuple):
@@ -176,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("sets", "calibration", "background"), help="the first two by default")
     parser.add_argument("--replicates", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0, help="data sets that another run has")
+    parser.add_argument("--out", type=Path, default=Path("small_effects.jsonl"), help="of the background's fits")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     options.replicates = 10 if options.quick else options.replicates
