@@ -33,12 +33,18 @@ class Background:
 
     def __init__(self, draft: Draft) -> None:
         x, y = torch.from_numpy(draft.x), torch.from_numpy(draft.y)
-        if len(y) > x.shape[1] + 1:  # all of y that no feature reaches is one row
-            left, x = torch.linalg.qr(x)
-            along = left.T @ y
-            x, y = pad(x, (0, 0, 0, 1)), torch.cat([along, (y - left @ along).norm()[None]])
-        sizes, vectors = torch.linalg.eigh(x @ x.T)
-        self._x, self._y = vectors.T @ x, vectors.T @ y
+        if len(y) > x.shape[1]:
+            sizes, vectors = torch.linalg.eigh(x.T @ x)
+            seen = sizes > len(y) * torch.finfo(x.dtype).eps * sizes[-1]
+            sizes, vectors = sizes[seen], vectors[:, seen]
+            along = vectors.T @ (x.T @ y) / sizes.sqrt()
+            rest = (y - x @ (vectors @ (along / sizes.sqrt()))).norm()
+            # All of y that no feature reaches is one row.
+            self._x, self._y = pad(sizes.sqrt()[:, None] * vectors.T, (0, 0, 0, 1)), torch.cat([along, rest[None]])
+            sizes = pad(sizes, (0, 1))
+        else:
+            sizes, vectors = torch.linalg.eigh(x @ x.T)
+            self._x, self._y = vectors.T @ x, vectors.T @ y
         # 1 / m, in units of the noise's mean variance.
         noise = 1.0 if draft.root is None else float((draft.root**2).sum()) / len(draft.root)
         self._share = noise / float(draft.variance[: draft.gated].sum())

@@ -4,7 +4,8 @@ A row a design: processor seconds of one fit on one core as it comes, the larges
 largest difference of an inclusion probability from the long chain of ``estimator_references.json``, with that chain's
 own standard error, and the features with an inclusion probability above .5. Beside it the seconds of abess, which
 chooses one subset, if it is installed. --design takes those whose names contain the text; --seeds several fits.
---units gives times in units of 100,000 additions of two tensors of 100 numbers, which compare between machines.
+--units gives times in units of 100,000 additions of two tensors of 100 numbers, which compare between machines; they
+are measured before and after each fit, as a machine's speed changes while others use it.
 
 The chains share no code with the library. Logistic designs of up to 20,000 rows: Polya-Gamma augmentation. Wine:
 reversible jumps of one feature at a time. Other designs have so many observations that Laplace's approximation is
@@ -146,26 +147,26 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     references = json.loads(FILE.read_text())
-    unit = min(additions() for _ in range(3)) if options.units else 1.0
-    if options.units:
-        print(f"A unit is {unit:.3f} s.\n")
-    table_head("design", "seed", "time", "standard error", "difference", "long chain's error", "PIP > .5", "abess")
+    unit = (lambda: min(additions() for _ in range(3))) if options.units else (lambda: 1.0)
+    table_head("design", "seed", "time", "unit", "standard error", "difference", "long chain's error", "PIP > .5", "abess")
     for name in KINDS:
         if options.design not in name:
             continue
         x, y = design(name)
         known = references.get(name)
         for seed in range(options.seeds):
-            start = time.process_time()
+            before, start = unit(), time.process_time()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 model = fitted(name, x, y, seed)
-            seconds = f"{(time.process_time() - start) / unit:.1f}{' (warns)' if caught else ''}"
+            seconds = time.process_time() - start
+            each = (before + unit()) / 2
+            spent = f"{seconds / each:.1f}{' (warns)' if caught else ''}"
             cells = [f"{model.error_.max():.4f}", "-", "-"]
             if known is not None:
                 difference = np.abs(model.pip_ - known["pip"]).max()
                 cells[1:] = [f"{difference:.4f}", f"{known['standard_error']:.4f}"]
-            table_row(name, seed, seconds, *cells, int((model.pip_ > 0.5).sum()), abess(name, x, y))
+            table_row(name, seed, spent, f"{each:.3f} s", *cells, int((model.pip_ > 0.5).sum()), abess(name, x, y))
 
 
 if __name__ == "__main__":
