@@ -29,6 +29,7 @@ _UNSURE, _SEEN = 0.1, 0.05  # error of a mean that is warned of, and how often i
 _COMB, _FINE = 6, 2  # slab scales to choose from; their distance in logarithms is a uniform number to this power
 _PARAMETERS = 2  # moves of the likelihood's parameters in a sweep
 _PARAMETER_STEP = 4.8  # of them together, at most, in deviations and over the root of their number
+_NARROW = 64  # features up to which sweeping matrices of all of them takes no longer than jumps
 _SELDOM = 1e-4  # variance added to those of gates, by which jumps choose them
 
 
@@ -163,12 +164,13 @@ class ExactChains(ABC):
 
 
 def is_augmented(problem: Problem) -> bool:
-    """Whether augmented chains suit a problem: rows of whole weights whose products of two features fit in memory."""
+    """Whether augmented chains suit: few features, and rows of whole weights whose products of two fit in memory."""
     if not problem.family.is_augmented:
         return False
     rows = len(problem.y) if problem.weight is None else float(problem.weight.sum())
     is_whole = problem.weight is None or bool((problem.weight == problem.weight.floor()).all())
-    return is_whole and max(rows, _FEWEST_CHAINS) * (problem.x.shape[1] + 1) ** 2 <= 2 * STORED
+    p = problem.x.shape[1]
+    return is_whole and p <= _NARROW and max(rows, _FEWEST_CHAINS) * (p + 1) ** 2 <= 2 * STORED
 
 
 class AugmentedChains(ExactChains):

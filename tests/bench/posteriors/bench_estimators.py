@@ -148,7 +148,9 @@ def main() -> None:
     torch.set_num_threads(1)
     references = json.loads(FILE.read_text())
     unit = (lambda: min(additions() for _ in range(3))) if options.units else (lambda: 1.0)
-    table_head("design", "seed", "time", "unit", "standard error", "difference", "long chain's error", "PIP > .5", "abess")
+    table_head(
+        "design", "seed", "time", "unit", "standard error", "difference", "long chain's error", "PIP > .5", "abess"
+    )
     for name in KINDS:
         if options.design not in name:
             continue
