@@ -330,7 +330,7 @@ class _Open(NamedTuple):
         return (whole @ self.columns).mT.reshape(s, -1, q)
 
     def slopes(self, residual: Tensor) -> Tensor:
-        """Of the log likelihood, shape ``(chains, m K)``, from those along the linear predictors, ``(chains, n, K)``."""
+        """Of the log likelihood, shape ``(chains, m K)``, from those along linear predictors, ``(chains, n, K)``."""
         found = residual.mT @ self.columns.mT
         return found.gather(2, self.place[:, None].expand(-1, found.shape[1], -1)).mT.flatten(1)
 
