@@ -99,8 +99,8 @@ def with_small_effects(some: int, share: float, options: argparse.Namespace) -> 
     own = [records[number] for number in range(1, options.replicates + 1)]
     sets, wrong, held = (sum(r[key] for r in own) for key in ("sets", "wrong", "held"))
     print(
-        f"{some} further effects, {len(own)} data sets: {sets} sets, {wrong} of them wrong ({wrong / max(sets, 1):.3f}), "
-        f"{held} of {5 * len(own)} effects in a set ({held / (5 * len(own)):.3f})"
+        f"{some} further effects, {len(own)} data sets: {sets} sets, {wrong} of them wrong "
+        f"({wrong / max(sets, 1):.3f}), {held} of {5 * len(own)} effects in a set ({held / (5 * len(own)):.3f})"
     )
     count, expected, found = (np.sum([r[key] for r in own], axis=0) for key in ("count", "expected", "found"))
     # Gates of one data set depend on one another, so the error is that of the differences of data sets.
