@@ -6,12 +6,12 @@ learns noise, slab scale and rate. Of its credible sets of level .95, which shar
 should be .93 or more at each rho.
 
 ``calibration``: hyperparameters, gates, coefficients and observations are drawn from the priors that the estimators
-learn with, and the regressor and the classifier learn all of them again. Of the gates whose inclusion probability lies
-in a bin, which share is open? Only data from these very priors can tell, since a posterior promises its probabilities
-in the mean over its own prior. The estimators scale the priors by the deviation of y; so the regressor's data are drawn
-again until that is within 2 % of the unit that they were drawn in, and labels until a fifth or more is of each class: a
-choice by y leaves the posterior given y as it is. Standard errors are those that the posterior gives itself: gates of
-one data set depend on one another.
+learn with, and the regressor, with a background, too, and the classifier learn all of them again. Of the gates whose
+inclusion probability lies in a bin, which share is open? Only data from these very priors can tell, since a posterior
+promises its probabilities in the mean over its own prior. The estimators scale the priors by the deviation of y; so the
+regressor's data are drawn again until that is within 2 % of the unit that they were drawn in, and labels until a fifth
+or more is of each class: a choice by y leaves the posterior given y as it is. Standard errors are those that the
+posterior gives itself: gates of one data set depend on one another.
 
 ``background``: both designs of susieR 2.0 with small effects of all features. Of 200 features, neighbours of which
 correlate by .9, three have effects that explain half of a quarter of the variance of 1,000 observations, five or ten
@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.design.design import default_rate
+from pyro_l0.selection.problem import RATIOS
 from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration
 
 N, P, BLOCK, EFFECTS = 150, 30, 5, 3
@@ -151,7 +152,7 @@ class Hyperparameters(NamedTuple):
 def hyperparameters(rng: np.random.Generator, p: int, family: str) -> Hyperparameters:
     """Draws from the priors of the estimators, in units of the deviation of y."""
     rate = rng.beta(*default_rate(p))
-    if family == "gaussian":
+    if family != "bernoulli":
         return Hyperparameters(rate, abs(rng.normal()), abs(rng.standard_cauchy()), 2.0)
     return Hyperparameters(rate, 2.0 * abs(rng.normal()), 0.0, 10.0 * rng.normal())
 
@@ -163,8 +164,11 @@ def draw_model(rng: np.random.Generator, n: int, p: int, family: str) -> tuple[A
         hyper = hyperparameters(rng, p, family)
         z = rng.random(p) < hyper.rate
         predictor = hyper.intercept + x @ (z * rng.normal(size=p)) * hyper.slab
-        if family == "gaussian":
+        if family != "bernoulli":
             y = predictor + hyper.noise * rng.normal(size=n)
+            if family == "background":
+                ratio = RATIOS[rng.integers(1, len(RATIOS))] if rng.random() < 0.5 else 0.0
+                y += x @ rng.normal(size=p) * hyper.noise * math.sqrt(ratio / p)
             kept = abs(y.std() - 1) < 0.02
         else:
             y = (rng.random(n) < 1 / (1 + np.exp(-predictor))).astype(float)
@@ -176,11 +180,12 @@ def draw_model(rng: np.random.Generator, n: int, p: int, family: str) -> tuple[A
 def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> bool:
     """Print the bins of an estimator; returns whether they are open as often as they say."""
     counted, seconds = Calibration(), 0.0
-    kind: Any = SpikeSlabRegressor if family == "gaussian" else SpikeSlabClassifier
+    kind: Any = SpikeSlabClassifier if family == "bernoulli" else SpikeSlabRegressor
+    own = {"background": True} if family == "background" else {}
     for seed in range(options.replicates):
         x, y, z = draw_model(np.random.default_rng(seed), n, p, family)
         start = time.process_time()
-        model = kind(random_state=seed).fit(x, y)
+        model = kind(random_state=seed, **own).fit(x, y)
         seconds += time.process_time() - start
         inclusion = torch.as_tensor(model.pip_)
         counted.inclusion.append(inclusion)
@@ -188,7 +193,7 @@ def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> boo
         covariance = torch.as_tensor(np.atleast_2d(np.cov(model.sample(2000)["gates"].T.astype(float))))
         counted.covariances.append(covariance.diagonal_scatter(inclusion * (1 - inclusion)))
     each = f"{seconds / options.replicates:.2f} s a data set"
-    print(f"{kind.__name__}, n = {n}, p = {p}, method {model.method_}: {each}")
+    print(f"{kind.__name__}, {family}, n = {n}, p = {p}, method {model.method_}: {each}")
     kept = True
     for (count, mean, share, score), low, high in zip(counted.bins(), BINS, BINS[1:], strict=False):
         mark = "!" if abs(score) > MOST else ""
@@ -218,6 +223,7 @@ def main() -> None:
             kept &= coverage(rho, options)
     if options.part in (None, "calibration"):
         sizes = [("gaussian", 100, 10), ("gaussian", 150, 30), ("bernoulli", 200, 8), ("bernoulli", 200, 20)]
+        sizes.append(("background", 100, 10))
         for size in sizes:
             kept &= calibration(*size, options)
     sys.exit(not kept)
