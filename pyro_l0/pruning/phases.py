@@ -121,7 +121,7 @@ class Training:
         if self.weights == "frozen" and (unused := [name for name, value in for_weights.items() if value]):
             raise ValueError(
                 f'Expected no {" and no ".join(unused)} with weights="frozen", which are not trained, but got '
-                f'{", ".join(f"{name}={for_weights[name]!r}" for name in unused)}; leave it out, or train the weights.'
+                f"{', '.join(f'{name}={for_weights[name]!r}' for name in unused)}; leave it out, or train the weights."
             )
         weight, by = (1, 1) if self.distil is None else self.distil
         if not 0 < weight <= 1 or not (callable(by) or 0 < by < math.inf):
@@ -422,11 +422,13 @@ class Phase:
 
     def step(self, group: Sequence[object]) -> Tensor:
         """Take a step on some batches; the mean loss, or NaN where a gradient of the gates is not finite."""
-        self.network.train(self.optimiser is not None)
+        if self.optimiser is None:
+            _evaluate(self.network)
+        else:
+            self.network.train()
+            self.optimiser.zero_grad()
         if self.budget is not None:
             self.budget.gates.train()
-        if self.optimiser is not None:
-            self.optimiser.zero_grad()
         total = torch.zeros(())
         for batch in group:
             loss = self._loss(self.network, batch) / len(group)
@@ -463,6 +465,17 @@ class Phase:
             self.schedule.load_state_dict(state["schedule"])
         if self.budget is not None:
             self.budget.load_state_dict(state)
+
+
+def _evaluate(network: nn.Module) -> None:
+    """Evaluation mode; recurrent layers without dropout, which compute the same in both, stay in training mode.
+
+    In evaluation mode cuDNN has no backward pass of them.
+    """
+    network.eval()
+    for module in network.modules():
+        if isinstance(module, nn.RNNBase) and not module.dropout:
+            module.train()
 
 
 def _optimiser(trained: Iterable[nn.Parameter], training: Training) -> Optimizer:
