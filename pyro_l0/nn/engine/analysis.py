@@ -120,13 +120,22 @@ class Solution:
         """Let no dimension become empty; return whether one would have.
 
         A factor of a view that no gate closes, such as the features of a head, stays whole: its size tends to be
-        written in the network's code.
+        written in the network's code. Views of one dimension that have factors of the same sizes have the same ones, as
+        attention makes heads and a gate on heads reads them.
         """
         is_gated = np.zeros(len(self.stays), dtype=np.bool_)
         for call in maps.gates:
             for axis in (call.front, call.behind):
                 is_gated[self.units[axis.dimension]] = True
-        factors = {id(self.units[factor]) for box in maps.boxes if box.is_view for factor in box.factors}
+        views: dict[tuple[int, ...], list[list[Index]]] = {}
+        for box in maps.boxes:
+            if box.is_view:
+                parts = [self.units[factor] for factor in box.factors]
+                views.setdefault((id(self.units[box.flat]), *map(len, parts)), []).append(parts)
+        for same in (same for alike in views.values() for same in zip(*alike, strict=True)):
+            if any(is_gated[units].any() for units in same):
+                is_gated[np.concatenate(same)] = True
+        factors = {id(units) for alike in views.values() for parts in alike for units in parts}
         empty = {
             id(units): units
             for axes in maps.axes.values()
