@@ -133,7 +133,8 @@ def prune(
     given = copied(network).to(device)
     share(given)
     if training.weights == "frozen":
-        _freeze(given)
+        for p in _weights(given):
+            p.requires_grad_(False)
     loss, batch = BatchLoss(loss_fn, device, training.autocast), next(some_batches(batches))
 
     # Insert the gates: as many as the costs need to get well below the budget.
@@ -241,20 +242,19 @@ def _check(
         )
     if training.weights == "frozen" and not pretrained:
         raise ValueError("Expected a network that was trained before its weights are frozen, but pretrained is False.")
-    if training.weights == "trained" and not any(p.requires_grad for p in network.parameters()):
-        raise ValueError(
-            "Expected weights to train, but no parameter of the network requires a gradient; give "
-            'training=Training(weights="frozen") to train gates alone, or call network.requires_grad_().'
-        )
     refuse_wrapped(network)
     refuse_computed(network)
+    if training.weights == "trained" and not any(p.requires_grad for p in _weights(network)):
+        raise ValueError(
+            "Expected weights to train, but none of the network requires a gradient; give "
+            'training=Training(weights="frozen") to train gates alone, or call network.requires_grad_().'
+        )
 
 
-def _freeze(network: nn.Module) -> None:
-    """Let no parameter require a gradient but those of gates, in place."""
+def _weights(network: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a network but those of gates."""
     gates = {p for gate in gate_names(network).values() for p in gate.parameters()}
-    for p in network.parameters():
-        p.requires_grad_(p.requires_grad and p in gates)
+    return [p for p in network.parameters() if p not in gates]
 
 
 def _print(entry: Mapping[str, Any], phase: str) -> None:

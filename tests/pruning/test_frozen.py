@@ -203,8 +203,9 @@ def test_refused_weights_and_a_frozen_network(residual):
     """The message of a frozen network says what to give."""
     with pytest.raises(ValueError, match='weights to be "trained" or "frozen", but got \'fixed\''):
         Training(weights="fixed")
-    with pytest.raises(ValueError, match=r'no parameter.*requires a gradient; give training=Training\(weights="fro'):
-        prune(residual, F.cross_entropy, BATCHES, X[:2], epochs=3)
+    for network in (residual, insert_gates(residual, UNITS)):
+        with pytest.raises(ValueError, match=r'none.*requires a gradient; give training=Training\(weights="frozen"'):
+            prune(network, F.cross_entropy, BATCHES, X[:2], epochs=3)
 
 
 def test_logits_by_position_need_a_function(residual):

@@ -34,7 +34,7 @@ REFUSED = {
     "a frozen network": (
         dict(network=Mlp().requires_grad_(False)),
         ValueError,
-        "no parameter of the network requires a gradient",
+        "Expected weights to train, but none",
     ),
     "an optimiser of other parameters": (
         dict(make_optimiser=lambda _: torch.optim.SGD(Mlp().parameters(), 0.1)),
