@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from pyro_l0.compaction import compact
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn import NetworkCost, NetworkGates, fix_gates
+from tests.bench.steps import bench_masks
 
 pytest.importorskip("transformers")
-bench_masks = pytest.importorskip("tests.bench.steps.bench_masks")
-
 STEPS = 12
 
 

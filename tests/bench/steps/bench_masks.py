@@ -13,11 +13,11 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -37,6 +37,7 @@ PATHS = {
 
 def models(layers: int = LAYERS, width: int = WIDTH, length: int = LENGTH) -> dict[str, tuple[nn.Module, Inputs]]:
     """The networks, with inputs that may have gradients."""
+    transformers: Any = import_module("transformers")  # of an extra that the tests do without
     sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": HEADS}
     inner = {"intermediate_size": 4 * width}
     gpt2 = transformers.GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes)
