@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.calls import Calls, follow_calls, idle_gates, record_called
 from pyro_l0.nn.cost import ClosedUnits
-from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Mask, Read, Reshape, outer
+from pyro_l0.nn.engine.maps import Axis, Link, Maps, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.record import Example, Operation, Recording, Value, containing, example_of
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.nn.heads import gate_heads, is_dense
@@ -354,24 +354,26 @@ def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[
     }
 
     boxes = maps.distinct_boxes(units)
+    count = 1 + max((int(entries.max()) for entries in units if len(entries)), default=-1)
 
     def sharing(path: str, own: set[int], sets: Mapping[str, set[int]]) -> tuple[str, ...]:
         return tuple(other for other in sets if other != path and not own.isdisjoint(sets[other]))
 
     def leaving(own: set[int]) -> set[int]:
         """With combinations that units take part in, such as a map's positions behind a flatten."""
-        more = own.union(*(_taking_part(own, factors, flat) for factors, flat in boxes))
-        return own if more == own else leaving(more)
+        mask, before = np.zeros(count, dtype=np.bool_), 0
+        mask[[*own]] = True
+        while before < (before := int(mask.sum())):
+            for factors, flat in boxes:
+                parts = [mask[entries] for entries in factors]
+                if any(map(np.any, parts)):
+                    mask[flat[outer(np.logical_or, parts).ravel()]] = True
+        return set(np.flatnonzero(mask).tolist())
 
     return (
         {path: sharing(path, leaving(own), of_name) for path, own in of_path.items()},
         {path: sharing(path, own, of_path) for path, own in of_path.items()},
     )
-
-
-def _taking_part(own: set[int], factors: list[Index], flat: Index) -> list[int]:
-    masks = [np.isin(entries, [*own]) for entries in factors]
-    return flat[outer(np.logical_or, masks).ravel()].tolist() if any(map(np.any, masks)) else []
 
 
 def _attended(maps: Maps) -> set[int]:
