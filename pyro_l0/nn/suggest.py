@@ -361,9 +361,10 @@ def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[
 
     def leaving(own: set[int]) -> set[int]:
         """With combinations that units take part in, such as a map's positions behind a flatten."""
-        mask, before = np.zeros(count, dtype=np.bool_), 0
+        mask, before = np.zeros(count, dtype=np.bool_), -1
         mask[[*own]] = True
-        while before < (before := int(mask.sum())):
+        while before != np.count_nonzero(mask):
+            before = np.count_nonzero(mask)
             for factors, flat in boxes:
                 parts = [mask[entries] for entries in factors]
                 if any(map(np.any, parts)):
@@ -489,7 +490,7 @@ class Trial:
                 self._refused.update({key: why for site in sites for key in site})
 
     def _refusal(self, sites: Sequence[tuple[Key, ...]]) -> str | None:
-        from pyro_l0.compaction.compact import refusal
+        from pyro_l0.compaction.compact import first_refusal
 
         site_of = {key: site for site in sites for key in site}
         gates = {path: self.gates[path] for path, is_head in site_of if not is_head}
@@ -500,16 +501,17 @@ class Trial:
             return str(error)
         keys = {hook.gate: (path, hook.suffix == "gate") for path, hook in hooks_of(gated)}
         has_parts = any(is_head or path in self.parts for path, is_head in site_of)
-        for number in range(3 if has_parts else 1):
-            values = {site: torch.ones(gate.size) for site, gate in gate_names(gated).items()}
-            for site, gate in gate_names(gated).items():
-                key = keys.get(gate, ("", False))  # or one that the network had before
-                if key in site_of and (number or not key[1]):
-                    values[site] = self._values(key, site_of[key], gate.size, number)
-            why = refusal(gated, values, self.example)
-            if why is not None:
-                return why
-        return None
+
+        def choices() -> Iterator[dict[str, Tensor]]:
+            for number in range(3 if has_parts else 1):
+                values = {site: torch.ones(gate.size) for site, gate in gate_names(gated).items()}
+                for site, gate in gate_names(gated).items():
+                    key = keys.get(gate, ("", False))  # or one that the network had before
+                    if key in site_of and (number or not key[1]):
+                        values[site] = self._values(key, site_of[key], gate.size, number)
+                yield values
+
+        return first_refusal(gated, choices(), self.example)
 
     def _values(self, key: Key, site: tuple[Key, ...], size: int, number: int) -> Tensor:
         """Gates of which a quarter to three are closed, the same at all of a site; at last the same in each part."""

@@ -310,13 +310,10 @@ class _FreeSizes:
         linked = [np.concatenate(x) for x in (*equal, *([*factors, flat] for factors, flat in boxes))]
         self._part = _connect(linked, count)
         self._parts: dict[int, _Part] = {}
-        for number, entries in enumerate(linked):
-            part = self._parts.setdefault(int(self._part[entries[0]]), _Part()) if len(entries) else _Part()
-            part.units = np.union1d(part.units, entries)
-            if number < len(equal):
-                part.equal.append(equal[number])
-            else:
-                part.boxes.append(boxes[number - len(equal)])
+        for pair in (x for x in equal if len(x[0])):
+            self._parts.setdefault(int(self._part[pair[0][0]]), _Part()).equal.append(pair)
+        for box in (x for x in boxes if len(x[1])):
+            self._parts.setdefault(int(self._part[box[1][0]]), _Part()).boxes.append(box)
         self._weights = np.zeros(count, dtype=np.int64)
         self._spread(np.arange(count))
 
@@ -348,7 +345,8 @@ class _FreeSizes:
         self._weights[changed] = np.where(self._whole[changed], 1, self._random[changed])
         parts = [self._parts[x] for x in np.unique(self._part[changed]).tolist() if x in self._parts]
         for part in parts:
-            self._weights[part.units] = np.where(self._whole[part.units], 1, self._random[part.units])
+            for units in (*(x for pair in part.equal for x in pair), *(x for xs, y in part.boxes for x in (*xs, y))):
+                self._weights[units] = np.where(self._whole[units], 1, self._random[units])
             for _ in range(2):  # flat dimensions may be factors of others
                 for one, other in part.equal:
                     self._weights[other] = np.where(self._whole[other], 1, self._weights[one])
@@ -366,7 +364,6 @@ class _FreeSizes:
 class _Part:
     """Units that are linked: by gates and splits, whose sides are equal, and by boxes, of factors and their product."""
 
-    units: Index = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     equal: list[tuple[Index, Index]] = field(default_factory=list)
     boxes: list[tuple[list[Index], Index]] = field(default_factory=list)
 
