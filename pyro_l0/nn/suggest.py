@@ -364,7 +364,7 @@ def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[
         mask, before = np.zeros(count, dtype=np.bool_), -1
         mask[[*own]] = True
         while before != np.count_nonzero(mask):
-            before = np.count_nonzero(mask)
+            before = int(np.count_nonzero(mask))
             for factors, flat in boxes:
                 parts = [mask[entries] for entries in factors]
                 if any(map(np.any, parts)):
