@@ -424,11 +424,11 @@ class Phase:
         """Take a step on some batches; the mean loss, or NaN where a gradient of the gates is not finite."""
         if self.optimiser is None:
             _evaluate(self.network)
+            if self.budget is not None:
+                self.budget.gates.train()
         else:
             self.network.train()
             self.optimiser.zero_grad()
-        if self.budget is not None:
-            self.budget.gates.train()
         total = torch.zeros(())
         for batch in group:
             loss = self._loss(self.network, batch) / len(group)

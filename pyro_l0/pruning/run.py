@@ -113,6 +113,11 @@ class Run:
         """Whether weights and buffers stay."""
         return self.training.weights == "frozen"
 
+    def _average_buffers(self, network: nn.Module) -> None:
+        """Give all processes the mean of their buffers, unless these stay, bit for bit."""
+        if not self._is_frozen:
+            average_buffers(network)
+
     @property
     def budgets(self) -> int:
         """How many networks there will be."""
@@ -120,7 +125,7 @@ class Run:
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
         """Keep the network as it is at a budget."""
-        average_buffers(self.gated.network)
+        self._average_buffers(self.gated.network)
         state = {name: value.detach().clone() for name, value in self.gated.network.state_dict().items()}
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
         report = self.target.report()
@@ -154,7 +159,7 @@ class Run:
         if not taken:
             raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
         self.epoch += 1
-        average_buffers(self.phase.network)  # of which a file keeps those of one process
+        self._average_buffers(self.phase.network)  # of which a file keeps those of one process
         mean = float(total) / taken
         check_finite(self.epoch, mean, self.phase.network)
         entry = {"epoch": float(self.epoch), "step": float(self.step), "loss": mean}

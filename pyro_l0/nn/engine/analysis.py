@@ -325,7 +325,7 @@ class _FreeSizes:
         """Few dimensions that have to stay for sizes to agree; from now on they do."""
         leaves = {self._name[leaf]: leaf for axis in axes for leaf in self._leaves(axis.dimension)}
         before, fixed = self._whole.copy(), list[int]()
-        changing = np.concatenate([self._units[leaf] for leaf in leaves.values()])
+        changing = np.concatenate([self._units[leaf] for leaf in leaves.values()] or [np.zeros(0, dtype=np.int64)])
         self._whole[changing] = True
         for leaf in leaves.values():
             units = self._units[leaf]
