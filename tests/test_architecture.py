@@ -28,7 +28,7 @@ INFER_MAY_IMPORT = {"elbo": {"guides"}, "guides": set(), "control": {"guides"}, 
 # Extras, and what takes seconds to import, which are imported where they are used; and the one call against the
 # direction: nn tries the gates that it suggests.
 OPTIONAL = {
-    "pyro_l0.compaction.compact.refusal",
+    "pyro_l0.compaction.compact.first_refusal",
     "arviz",
     "pandas",
     "matplotlib.pyplot",

@@ -41,6 +41,13 @@ def test_the_whole_command_is_timed():
     assert [line.split()[1] for line in printed.splitlines()[2:]] == ["2", "3"]
 
 
+def test_masks_are_timed():
+    """A ratio for each model, and the largest."""
+    pytest.importorskip("transformers")
+    printed = run("steps/bench_masks.py", "--rounds", "1")
+    assert [line.split()[0] for line in printed.splitlines()[1:]] == ["GPT-2:", "Llama:", "ViT:", "largest"]
+
+
 def test_every_part_for_a_gpu_runs_and_continues_where_it_stopped(tmp_path):
     """A short run and a long one; the report has every table."""
     script, options = "steps/bench_gpu.py", ["--device", "cpu", "--tiny", "--out", str(tmp_path)]

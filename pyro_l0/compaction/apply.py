@@ -112,7 +112,11 @@ def apply_in_place(
     for name, index in plan.indices.items():
         buffer = network.get_buffer(name)
         set_value(buffer, torch.tensor(index, dtype=torch.long, device=buffer.device))
-    replace_gates(network, dict(change_gate(network, path, change, like) for path, change in plan.changes.items()))
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
+    fused = {module for layer in layers for module in layer.modules()}
+    replace_gates(
+        network, dict(change_gate(network, path, change, like, fused) for path, change in plan.changes.items())
+    )
     forget_calls(network)
     for path, size in plan.norms.items():
         reduce_norm(modules[path], size)

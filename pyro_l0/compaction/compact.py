@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -110,13 +110,38 @@ def search(
 
 def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example, **options: Any) -> str | None:
     """Why a network can't be cut by some values of its gates; None if it can. By default outputs alone are compared."""
+    return first_refusal(network, [gates], example, **options)
+
+
+def first_refusal(
+    network: nn.Module, choices: Iterable[Mapping[str, Tensor]], example: Example, **options: Any
+) -> str | None:
+    """What :func:`refusal` says of the first of several choices of gates that it refuses; one recording serves all."""
+    task: _Task | None = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            search(network, gates, example, **{"is_trial": True, **options})
+            for gates in choices:
+                if task is None:
+                    task = _Task.of(network, gates, example, **{"is_trial": True, **options})
+                else:
+                    task = replace(task, gates=_checked(network, gates, task.calls))
+                task.search()
     except Exception as error:  # of any kind, as the network's own code raises some
         return str(error) or type(error).__name__
     return None
+
+
+def _checked(network: nn.Module, gates: Mapping[str, Tensor], calls: Sequence[Arguments]) -> dict[str, Tensor]:
+    """The gates where the network is; others than its own are refused."""
+    check_gates(network, gates)
+    like = _like(network, calls)
+    return {site: gate if like.is_meta else gate.to(like.device) for site, gate in gates.items()}
+
+
+def _like(network: nn.Module, calls: Sequence[Arguments]) -> Tensor:
+    """A tensor of the network's device and type."""
+    return next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
 
 
 def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -156,10 +181,8 @@ class _Task:
     ) -> _Task:
         """The task, with gates where the network is; by default the tolerance of its type."""
         calls = calls_of(example) if flags.get("is_trial") else check_network(network, example)
-        check_gates(network, gates)
-        like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
-        gates = {site: gate if like.is_meta else gate.to(like.device) for site, gate in gates.items()}
-        limit = tolerance_of(like.dtype) if tolerance is None else tolerance
+        gates = _checked(network, gates, calls)
+        limit = tolerance_of(_like(network, calls).dtype) if tolerance is None else tolerance
         copy = copied(network).train()
         with _refusing(ValueError):
             recording = record(copy, example_of(example, network))

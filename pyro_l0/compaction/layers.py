@@ -2,7 +2,7 @@
 
 # Without annotations as strings, which torch.jit.script can't read.
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -239,11 +239,12 @@ class GateChange:
 
 
 def change_gate(
-    network: nn.Module, path: str, change: GateChange, like: Tensor
+    network: nn.Module, path: str, change: GateChange, like: Tensor, fused: Set[nn.Module]
 ) -> tuple[nn.Module, tuple[nn.Module, int]]:
     """What is to be replaced in a network that a gate changes, by what, and how many units that gets.
 
-    ``like`` is a parameter of the network, for device and type.
+    ``like`` is a parameter of the network, for device and type; ``fused`` are the modules that torch's fused
+    transformer layers may bypass.
     """
     gate = network.get_submodule(path)
     assert isinstance(gate, GateLayer)
@@ -268,10 +269,8 @@ def change_gate(
         return holder, (holder.train(gate.training), change.size)
     if not (isinstance(before, nn.Identity) and isinstance(after, nn.Identity)):
         new = RoutedGate(before, new, after)
-    if not isinstance(new, (GateLayer, nn.Identity)):
-        fused = [layer for layer in network.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
-        if any(gate in layer.modules() for layer in fused):
-            new.register_forward_pre_hook(keep_being_called)
+    if not isinstance(new, (GateLayer, nn.Identity)) and gate in fused:
+        new.register_forward_pre_hook(keep_being_called)
     return gate, (new.train(gate.training), change.size)
 
 

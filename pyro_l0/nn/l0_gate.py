@@ -457,12 +457,13 @@ class _CallHook:
 
     def forget(self, network: nn.Module, args: object, output: object) -> None:
         """Let gates draw by themselves again; after the first training call refuse those that no call reached."""
-        for gate in network.modules():
-            if isinstance(gate, L0Gate) and gate.drawn is not None and gate.drawn.by is network:
+        gates = [x for x in network.modules() if isinstance(x, L0Gate)]
+        for gate in gates:
+            if gate.drawn is not None and gate.drawn.by is network:
                 gate.drawn.is_over = True
                 if not gate.drawn.in_block:
                     gate.drawn = None
-        is_training = output is not None and network.training and torch.is_grad_enabled()
+        is_training = output is not None and any(x.training for x in gates) and torch.is_grad_enabled()
         if self.has_trained or not is_training or torch.compiler.is_compiling():
             return
         self.has_trained = True
@@ -583,6 +584,15 @@ class NetworkGates:
         """The gates' parameters, for their own parameter group of an optimiser."""
         for gate in self.sites.values():
             yield from gate.parameters()
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the gates alone in training mode, where they are drawn, or in evaluation mode.
+
+        After ``network.eval()`` it makes a network of frozen weights that is as in evaluation but for its gates.
+        """
+        for gate in self.sites.values():
+            gate.train(mode)
+        return self
 
     def posterior(self) -> dict[str, GateDistribution]:
         """The gates' distributions by site, differentiable in their parameters."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.calls import Calls, follow_calls, idle_gates, record_called
 from pyro_l0.nn.cost import ClosedUnits
-from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Mask, Read, Reshape, outer
+from pyro_l0.nn.engine.maps import Axis, Link, Maps, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.record import Example, Operation, Recording, Value, containing, example_of
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.nn.heads import gate_heads, is_dense
@@ -354,24 +354,27 @@ def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[
     }
 
     boxes = maps.distinct_boxes(units)
+    count = 1 + max((int(entries.max()) for entries in units if len(entries)), default=-1)
 
     def sharing(path: str, own: set[int], sets: Mapping[str, set[int]]) -> tuple[str, ...]:
         return tuple(other for other in sets if other != path and not own.isdisjoint(sets[other]))
 
     def leaving(own: set[int]) -> set[int]:
         """With combinations that units take part in, such as a map's positions behind a flatten."""
-        more = own.union(*(_taking_part(own, factors, flat) for factors, flat in boxes))
-        return own if more == own else leaving(more)
+        mask, before = np.zeros(count, dtype=np.bool_), -1
+        mask[[*own]] = True
+        while before != np.count_nonzero(mask):
+            before = int(np.count_nonzero(mask))
+            for factors, flat in boxes:
+                parts = [mask[entries] for entries in factors]
+                if any(map(np.any, parts)):
+                    mask[flat[outer(np.logical_or, parts).ravel()]] = True
+        return set(np.flatnonzero(mask).tolist())
 
     return (
         {path: sharing(path, leaving(own), of_name) for path, own in of_path.items()},
         {path: sharing(path, own, of_path) for path, own in of_path.items()},
     )
-
-
-def _taking_part(own: set[int], factors: list[Index], flat: Index) -> list[int]:
-    masks = [np.isin(entries, [*own]) for entries in factors]
-    return flat[outer(np.logical_or, masks).ravel()].tolist() if any(map(np.any, masks)) else []
 
 
 def _attended(maps: Maps) -> set[int]:
@@ -487,7 +490,7 @@ class Trial:
                 self._refused.update({key: why for site in sites for key in site})
 
     def _refusal(self, sites: Sequence[tuple[Key, ...]]) -> str | None:
-        from pyro_l0.compaction.compact import refusal
+        from pyro_l0.compaction.compact import first_refusal
 
         site_of = {key: site for site in sites for key in site}
         gates = {path: self.gates[path] for path, is_head in site_of if not is_head}
@@ -498,16 +501,17 @@ class Trial:
             return str(error)
         keys = {hook.gate: (path, hook.suffix == "gate") for path, hook in hooks_of(gated)}
         has_parts = any(is_head or path in self.parts for path, is_head in site_of)
-        for number in range(3 if has_parts else 1):
-            values = {site: torch.ones(gate.size) for site, gate in gate_names(gated).items()}
-            for site, gate in gate_names(gated).items():
-                key = keys.get(gate, ("", False))  # or one that the network had before
-                if key in site_of and (number or not key[1]):
-                    values[site] = self._values(key, site_of[key], gate.size, number)
-            why = refusal(gated, values, self.example)
-            if why is not None:
-                return why
-        return None
+
+        def choices() -> Iterator[dict[str, Tensor]]:
+            for number in range(3 if has_parts else 1):
+                values = {site: torch.ones(gate.size) for site, gate in gate_names(gated).items()}
+                for site, gate in gate_names(gated).items():
+                    key = keys.get(gate, ("", False))  # or one that the network had before
+                    if key in site_of and (number or not key[1]):
+                        values[site] = self._values(key, site_of[key], gate.size, number)
+                yield values
+
+        return first_refusal(gated, choices(), self.example)
 
     def _values(self, key: Key, site: tuple[Key, ...], size: int, number: int) -> Tensor:
         """Gates of which a quarter to three are closed, the same at all of a site; at last the same in each part."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,7 @@ class Loader(Protocol):
 _LEAST_STEPS = 10  # with gates
 _AFTER, _LEAST_AFTER = 0.35, 0.25  # of all steps, the part after the cut: the second where few would have gates
 _FEW_STEPS = 300  # with gates
+Weights = Literal["trained", "frozen"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +51,21 @@ class Training:
     """How :func:`~pyro_l0.prune` trains. Make one and use it for any number of networks; the defaults suit most.
 
     Attributes:
+        weights: ``"trained"``, or ``"frozen"``, which trains the gates alone. The network is in evaluation mode, as are
+            its BatchNorm and dropout; its weights get no gradient and its buffers stay. All epochs have gates, and the
+            cut network, whose weights need no gradient either, is not trained. A weight that it keeps is as it was,
+            times a gate between 0 and 1 where there is one.
         make_optimiser: makes an optimiser for given parameters; by default Adam with a learning rate of 1e-3. Gates
             have their own.
         make_schedule: makes a scheduler from an optimiser and a number of steps, for the phase with gates and for the
             one after; by default learning rates are constant, and fall to 0 by a cosine over the last half of the
             latter.
         finetune: fraction of the epochs that comes after the cut, from 0 to 0.9; by default 0.35, and less, down to
-            0.25, if fewer than 300 steps would have gates.
+            0.25, if fewer than 300 steps would have gates; 0 for frozen weights.
         distil: weight and temperature of distillation from the given network, such as ``(0.5, 2.0)``, with gates and
             after the cut; the loss should then be a mean. If outputs are not class logits or targets not integers,
             give a function of the network's and the given one's outputs instead of the temperature; see
-            :class:`~pyro_l0.pruning.phases.Distillation`.
+            :class:`~pyro_l0.pruning.phases.Distillation`. With weight 1 and ``loss_fn=None`` it needs no targets.
         accumulate: number of batches for each step.
         steps_per_epoch: length of an epoch for a loader without a length, such as a stream. Each epoch continues where
             the last one ended, and the loader starts again at its end. A resumed run skips the batches already taken.
@@ -85,6 +90,7 @@ class Training:
         >>> training = Training(make_optimiser=lambda params: SGD(params, 0.1), accumulate=4)
     """
 
+    weights: Weights = "trained"
     make_optimiser: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     make_schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     finetune: float | None = None
@@ -109,6 +115,14 @@ class Training:
             expect_count(1, steps_per_epoch=self.steps_per_epoch)
         if self.finetune is not None and not 0 <= self.finetune <= 0.9:
             raise ValueError(f"Expected finetune from 0 to 0.9, a part of the epochs, but got {self.finetune}.")
+        if self.weights not in get_args(Weights):
+            raise ValueError(f'Expected weights to be "trained" or "frozen", but got {self.weights!r}.')
+        for_weights = {name: getattr(self, name) for name in ("make_optimiser", "make_schedule", "finetune")}
+        if self.weights == "frozen" and (unused := [name for name, value in for_weights.items() if value]):
+            raise ValueError(
+                f'Expected no {" and no ".join(unused)} with weights="frozen", which are not trained, but got '
+                f"{', '.join(f'{name}={for_weights[name]!r}' for name in unused)}; leave it out, or train the weights."
+            )
         weight, by = (1, 1) if self.distil is None else self.distil
         if not 0 < weight <= 1 or not (callable(by) or 0 < by < math.inf):
             raise ValueError(
@@ -132,7 +146,7 @@ class Training:
 
     def count_steps(self, loader: Loader, epochs: int) -> tuple[int, int]:
         """The number of steps with gates and of those after the cut."""
-        length, finetune = len(loader), self.finetune
+        length, finetune = len(loader), 0.0 if self.weights == "frozen" else self.finetune
         steps = epochs * -(-length // self.accumulate)
         if finetune is None:
             finetune = min(_AFTER, max(_LEAST_AFTER, 1 - _FEW_STEPS / steps))
@@ -158,7 +172,8 @@ class Distillation:
 
     Class logits are the outputs, or their entry ``logits``; targets are the batch's, or their entry ``labels``. There
     is an integer target for each vector of logits, whose dimension is the second or the last one; negative targets,
-    such as transformers' -100, are left out of the mean.
+    such as transformers' -100, are left out of the mean. Without a loss function there are no targets, and logits have
+    the shape ``(batch, classes)``.
 
     Attributes:
         teacher: the teacher, in evaluation mode.
@@ -184,7 +199,10 @@ class Distillation:
         if callable(self.by):
             return self.by(outputs, taught)
         logits, other = _entry(outputs, "logits"), _entry(taught, "logits")
-        dim, is_counted = _classes(logits, _entry(targets, "labels"))
+        if targets is None and isinstance(logits, Tensor) and logits.dim() == 2:
+            dim, is_counted = 1, torch.ones_like(logits[:, 0], dtype=torch.bool)
+        else:
+            dim, is_counted = _classes(logits, _entry(targets, "labels"))
         assert isinstance(logits, Tensor)
         assert isinstance(other, Tensor)
         student, teacher = (
@@ -221,6 +239,7 @@ def _classes(logits: object, targets: object) -> tuple[int, Tensor]:
     got = [
         f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (logits, targets)
     ]
+    got[1] = "no targets" if targets is None else got[1]
     raise ValueError(
         f"Expected class logits to distil from, and for each vector of them an integer target, but got {got[0]} and "
         f"{got[1]}; for other outputs give distil=(weight, function) with a function of the network's and the "
@@ -228,7 +247,7 @@ def _classes(logits: object, targets: object) -> tuple[int, Tensor]:
     )
 
 
-LossFunction = Callable[..., Tensor]
+LossFunction = Callable[..., Tensor]  # of outputs and targets
 _BATCHES = 20  # for statistics of BatchNorm
 
 
@@ -237,28 +256,31 @@ class BatchLoss:
 
     A tuple or a list is inputs and, last, targets; of anything else all is input, and the targets are the batch itself,
     as is the one entry of a tuple that has no more. Inputs are a tensor, several in a tuple or a list, or keywords in a
-    dict, as in an example of the network's. With a ``distillation`` a part of it compares the outputs with a teacher's.
+    dict, as in an example of the network's. With a ``distillation`` a part of it compares the outputs with a teacher's,
+    and without a function all of it.
     """
 
     distillation: Distillation | None = None
 
-    def __init__(self, function: LossFunction, device: torch.device, autocast: torch.dtype | None) -> None:
+    def __init__(self, function: LossFunction | None, device: torch.device, autocast: torch.dtype | None) -> None:
         self.function, self.device, self._autocast = function, device, autocast
 
     def __call__(self, network: nn.Module, batch: object) -> Tensor:
         """The loss, shape ``()``."""
         inputs, targets = self.split(batch)
         outputs = self.outputs(network, inputs)
-        loss = self.of_outputs(outputs, targets)
+        loss = None if self.function is None else self.of_outputs(outputs, targets)
         if self.distillation is not None:
             taught = self._taught(self.distillation, inputs)
             with self._context():
-                other = self.distillation.divergence(outputs, taught, targets)
-            loss = torch.lerp(loss, other.to(loss), self.distillation.weight)
+                other = self.distillation.divergence(outputs, taught, None if loss is None else targets)
+            loss = other if loss is None else torch.lerp(loss, other.to(loss), self.distillation.weight)
+        assert loss is not None
         return loss
 
     def of_outputs(self, outputs: object, targets: object) -> Tensor:
         """The loss of what a network returned."""
+        assert self.function is not None
         with self._context():
             return self.function(outputs, targets)
 
@@ -361,7 +383,7 @@ def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> Non
 def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[str]:
     """The paths of the modules whose own parameters a loss trains; a copy is called, with random numbers of its own.
 
-    There are none in a frozen network, which is refused when it is to train.
+    There are none in a frozen network.
     """
     if not any(p.requires_grad for p in network.parameters()):
         return set()
@@ -378,7 +400,7 @@ class Phase:
     """A network that is trained for so many steps: without gates, or with L0Gates under a budget, drawn for each batch.
 
     The weights are trained by Adam if nothing else is given: with gates at a constant rate, and without at one that
-    falls to 0 by a cosine over the last half of the steps.
+    falls to 0 by a cosine over the last half of the steps. Frozen weights have no optimiser.
     """
 
     def __init__(
@@ -389,15 +411,24 @@ class Phase:
         if budget is not None:
             budget.start(steps, 0, network.parameters())
             gates.update(budget.gates.parameters())
-        self._weights = [p for p in network.parameters() if p not in gates]
-        self.optimiser = _optimiser(self._weights, training)
-        make = training.make_schedule or (_falling_late if budget is None else None)
-        self.schedule = None if make is None else make(self.optimiser, steps)
+        self._weights: list[nn.Parameter] = []
+        self.optimiser: Optimizer | None = None
+        self.schedule: LRScheduler | None = None
+        if training.weights == "trained":
+            self._weights = [p for p in network.parameters() if p not in gates]
+            self.optimiser = _optimiser(self._weights, training)
+            make = training.make_schedule or (_falling_late if budget is None else None)
+            self.schedule = None if make is None else make(self.optimiser, steps)
 
     def step(self, group: Sequence[object]) -> Tensor:
         """Take a step on some batches; the mean loss, or NaN where a gradient of the gates is not finite."""
-        self.network.train()
-        self.optimiser.zero_grad()
+        if self.optimiser is None:
+            _evaluate(self.network)
+            if self.budget is not None:
+                self.budget.gates.train()
+        else:
+            self.network.train()
+            self.optimiser.zero_grad()
         total = torch.zeros(())
         for batch in group:
             loss = self._loss(self.network, batch) / len(group)
@@ -408,7 +439,8 @@ class Phase:
         for location in locations:
             if location.grad is not None:  # the budget takes NaN as 0
                 total = total + 0 * location.grad.sum()
-        self.optimiser.step()
+        if self.optimiser is not None:
+            self.optimiser.step()
         if self.schedule is not None:
             self.schedule.step()
         if self.budget is not None:
@@ -417,18 +449,33 @@ class Phase:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        schedule = None if self.schedule is None else self.schedule.state_dict()
-        own = {"network": self.network.state_dict(), "optimiser": self.optimiser.state_dict(), "schedule": schedule}
+        own: dict[str, Any] = {
+            "network": self.network.state_dict(),
+            "optimiser": None if self.optimiser is None else self.optimiser.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+        }
         return own if self.budget is None else self.budget.state_dict() | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         self.network.load_state_dict(state["network"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        if self.optimiser is not None:
+            self.optimiser.load_state_dict(state["optimiser"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         if self.budget is not None:
             self.budget.load_state_dict(state)
+
+
+def _evaluate(network: nn.Module) -> None:
+    """Evaluation mode; recurrent layers without dropout, which compute the same in both, stay in training mode.
+
+    In evaluation mode cuDNN has no backward pass of them.
+    """
+    network.eval()
+    for module in network.modules():
+        if isinstance(module, nn.RNNBase) and not module.dropout:
+            module.train()
 
 
 def _optimiser(trained: Iterable[nn.Parameter], training: Training) -> Optimizer:

@@ -24,7 +24,7 @@ from pyro_l0.nn.engine.record import copied, example_of
 from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.latency import measure_latency
-from pyro_l0.pruning.phases import BatchLoss, LossFunction, Training, held_norms, trained_modules
+from pyro_l0.pruning.phases import BatchLoss, Distillation, LossFunction, Training, held_norms, trained_modules
 from pyro_l0.pruning.result import Note, Pruned, PruningReport, largest_unit, notes_on, notes_on_latency
 from pyro_l0.pruning.run import Cut, Run
 from pyro_l0.training.epochs import Checkpoint, saved_entry, some_batches
@@ -37,7 +37,7 @@ Counted = Literal["macs", "weights", "parameters", "latency"]
 
 def prune(
     network: nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None,
     loader: Iterable[object],
     example: Example,
     budget: Budgets = 0.3,
@@ -58,13 +58,17 @@ def prune(
     those that the network's ``train`` holds in evaluation mode), and the smaller network is fine-tuned. Give at least
     some hundreds of steps; more epochs are better. Usually nothing else needs tuning.
 
+    With ``Training(weights="frozen")`` the gates train alone for all epochs, and weights and statistics stay: the
+    result is what a frozen network can do without.
+
     Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
     are averaged, and all processes return the same network.
 
     Args:
         network: any module that runs in eager torch; it is not changed. If it has gates, as after
             :func:`~pyro_l0.nn.insert_gates`, these are trained, from where they are.
-        loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``.
+        loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``. None if
+            the training distils with weight 1, which needs no targets.
         loader: gives batches, such as a ``DataLoader`` or a list of them. A tuple or list is inputs and, last, targets;
             any other batch is all input, and also its own targets. Inputs are a tensor, several, or a dict of keywords.
             Draw its random numbers from torch's, numpy's, Python's or the ``DataLoader``'s own generators; a checkpoint
@@ -120,7 +124,7 @@ def prune(
     """
     # Check the arguments, and copy the network to where it trains.
     training = Training() if training is None else training
-    _check(network, pretrained, epochs, at_least, multiple_of, training)
+    _check(network, loss_fn, pretrained, epochs, at_least, multiple_of, training)
     batches = training.with_length(loader)
     gated_steps, further_steps = training.count_steps(batches, epochs)
     home = next((p.device for p in network.parameters()), "cpu")
@@ -128,6 +132,9 @@ def prune(
     example = tree_map_only(Tensor, lambda x: x.to(device), example_of(example, network))
     given = copied(network).to(device)
     share(given)
+    if training.weights == "frozen":
+        for p in _weights(given):
+            p.requires_grad_(False)
     loss, batch = BatchLoss(loss_fn, device, training.autocast), next(some_batches(batches))
 
     # Insert the gates: as many as the costs need to get well below the budget.
@@ -155,6 +162,8 @@ def prune(
         )
 
     dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
+    if training.distil is not None:
+        loss.teach(Distillation(dense.eval(), *training.distil), batch)
     trained = trained_modules(dense, loss, batch)  # before what takes longer
     recording = record_example(given, example)
     gated = put_gates(given, recording, gates, suffices)
@@ -210,7 +219,13 @@ def prune(
 
 
 def _check(
-    network: nn.Module, pretrained: bool, epochs: int, at_least: object, multiple_of: int | None, training: Training
+    network: nn.Module,
+    loss_fn: LossFunction | None,
+    pretrained: bool,
+    epochs: int,
+    at_least: object,
+    multiple_of: int | None,
+    training: Training,
 ) -> None:
     """Refuse what would go wrong later, or silently."""
     expect(nn.Module, "a torch.nn.Module", network=network)
@@ -220,8 +235,26 @@ def _check(
     expect_count(1, epochs=epochs, multiple_of=1 if multiple_of is None else multiple_of)
     if training.distil is not None and not pretrained:
         raise ValueError("Expected a network that was trained before to distil from, but pretrained is False.")
+    if loss_fn is None and (training.distil is None or training.distil[0] < 1):
+        raise ValueError(
+            f"Expected a loss function, but got None with distil={training.distil}; give one, or "
+            "Training(distil=(1.0, temperature)), which compares with the given network alone."
+        )
+    if training.weights == "frozen" and not pretrained:
+        raise ValueError("Expected a network that was trained before its weights are frozen, but pretrained is False.")
     refuse_wrapped(network)
     refuse_computed(network)
+    if training.weights == "trained" and not any(p.requires_grad for p in _weights(network)):
+        raise ValueError(
+            "Expected weights to train, but none of the network requires a gradient; give "
+            'training=Training(weights="frozen") to train gates alone, or call network.requires_grad_().'
+        )
+
+
+def _weights(network: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a network but those of gates."""
+    gates = {p for gate in gate_names(network).values() for p in gate.parameters()}
+    return [p for p in network.parameters() if p not in gates]
 
 
 def _print(entry: Mapping[str, Any], phase: str) -> None:

@@ -174,7 +174,8 @@ class Pruned:
     """What :func:`~pyro_l0.prune` returns: a smaller network and how it was made.
 
     Attributes:
-        network: the small network, of the class that was given, fine-tuned and in evaluation mode.
+        network: the small network, of the class that was given, fine-tuned unless its weights are frozen, and in
+            evaluation mode.
         report: what was reached, and notes.
         certificate: largest relative difference between the compacted network and the one with fixed gates that it
             was made from; see :class:`~pyro_l0.compaction.storage.Compacted`.

@@ -27,7 +27,6 @@ from pyro_l0.pruning.insertion_points import GatedNetwork
 from pyro_l0.pruning.latency import Latency
 from pyro_l0.pruning.phases import (
     BatchLoss,
-    Distillation,
     Loader,
     Phase,
     Training,
@@ -85,8 +84,6 @@ class Run:
 
     def start(self, dense: nn.Module, batch: object) -> None:
         """Make the phase with gates, and look at the network as it was given, with a batch."""
-        if self.training.distil is not None:
-            self.loss.teach(Distillation(dense.eval(), *self.training.distil), batch)
         self.control = NetworkBudget(
             self.gated.network,
             None,  # a copy is cut at each budget
@@ -101,7 +98,8 @@ class Run:
             self.phase = Phase(self.gated.network, self.loss, self.gated_steps, self.training, self.control)
         except BudgetTooSmallError as error:
             raise ValueError(f"{error}{self.gated.reasons}") from error
-        self.looks_untrained = self.pretrained and looks_untrained(dense, self.loss, batch)
+        is_known = self.pretrained and self.loss.function is not None
+        self.looks_untrained = is_known and looks_untrained(dense, self.loss, batch)
         self.dense_error = self.error(dense)
 
     @property
@@ -111,13 +109,23 @@ class Run:
         return self.control.target
 
     @property
+    def _is_frozen(self) -> bool:
+        """Whether weights and buffers stay."""
+        return self.training.weights == "frozen"
+
+    def _average_buffers(self, network: nn.Module) -> None:
+        """Give all processes the mean of their buffers, unless these stay, bit for bit."""
+        if not self._is_frozen:
+            average_buffers(network)
+
+    @property
     def budgets(self) -> int:
         """How many networks there will be."""
         return len(self.budget) if isinstance(self.budget, Sequence) else 1
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
         """Keep the network as it is at a budget."""
-        average_buffers(self.gated.network)
+        self._average_buffers(self.gated.network)
         state = {name: value.detach().clone() for name, value in self.gated.network.state_dict().items()}
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
         report = self.target.report()
@@ -151,7 +159,7 @@ class Run:
         if not taken:
             raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
         self.epoch += 1
-        average_buffers(self.phase.network)  # of which a file keeps those of one process
+        self._average_buffers(self.phase.network)  # of which a file keeps those of one process
         mean = float(total) / taken
         check_finite(self.epoch, mean, self.phase.network)
         entry = {"epoch": float(self.epoch), "step": float(self.step), "loss": mean}
@@ -171,7 +179,7 @@ class Run:
         if self.tuned < 0 and self.gated_steps + self.further_steps >= FEW_STEPS:
             found = diagnose(
                 self.control.gates,
-                [self.phase.optimiser, self.control.optimiser],
+                [x for x in (self.phase.optimiser, self.control.optimiser) if x is not None],
                 loss=partial(self.loss, self.phase.network),
                 batches=([batch] for batch in some_batches(self.loader)),
                 target=self.target,
@@ -180,7 +188,8 @@ class Run:
         self.tuned += 1
         cut = self.cuts[self.tuned]
         network = self._compact(cut).network
-        renew_statistics(network, self.loader, self.loss)
+        if not self._is_frozen:
+            renew_statistics(network, self.loader, self.loss)
         cut.error = self.error(network)
         self._tune(network)
 
@@ -194,7 +203,7 @@ class Run:
         compacted, refusal = compact_or_fix(network, cut.gates, self.example)
         if refusal is not None:
             cut.refusal = str(refusal)
-        elif left := _sites_left(network, compacted.network):
+        elif not self._is_frozen and (left := _sites_left(network, compacted.network)):
             # Gates between 0 and 1 that no weights could take: training goes on with all of the unit.
             gates = {site: (gate != 0).to(gate) if site in left else gate for site, gate in cut.gates.items()}
             compacted = compact(network, gates, self.example)
@@ -216,7 +225,8 @@ class Run:
         """What this run and the one that resumes its checkpoint must agree in, with the network and cost given."""
         optimiser, taught = self.phase.optimiser, self.loss.distillation
         of_epoch = [len(self.loader)] if isinstance(self.loader, Stream) else []
-        options = [{key: x for key, x in group.items() if key != "params"} for group in optimiser.param_groups]
+        param_groups = [] if optimiser is None else optimiser.param_groups
+        options = [{key: x for key, x in group.items() if key != "params"} for group in param_groups]
         return {
             "network": checksum(given.state_dict()),
             "budget": repr(self.budget),

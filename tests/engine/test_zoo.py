@@ -112,11 +112,7 @@ def test_compacts_to_an_equal_network_of_fewer_operations(name):
     [
         ("gated_blocks", {f"{k}.branch.4.gate": f"{k}.branch" for k in (1, 2, 3)}),
         ("vision_transformer", {f"gates.{k}": f"branches.{k}" for k in range(4)}),
-        pytest.param(
-            "encoder_heads",
-            {f"layers.{k}.self_attn.out_proj.gate": f"layers.{k}.self_attn" for k in range(2)},
-            marks=pytest.mark.xfail(reason="behind fused attention a dead branch is left whole", strict=True),
-        ),
+        ("encoder_heads", {f"layers.{k}.self_attn.out_proj.gate": f"layers.{k}.self_attn" for k in range(2)}),
     ],
 )
 def test_closed_blocks_compute_next_to_nothing(name, branches):

@@ -31,7 +31,11 @@ REFUSED = {
     "no network": (dict(network=F.relu), TypeError, "network to be a torch.nn.Module"),
     "a compiled network": (dict(network=torch.compile(Mlp())), TypeError, "OptimizedModule.*give network._orig_mod"),
     "a parallel network": (dict(network=nn.DataParallel(Mlp())), TypeError, "a DataParallel.*give network.module"),
-    "a frozen network": (dict(network=Mlp().requires_grad_(False)), ValueError, "empty parameter list"),
+    "a frozen network": (
+        dict(network=Mlp().requires_grad_(False)),
+        ValueError,
+        "Expected weights to train, but none",
+    ),
     "an optimiser of other parameters": (
         dict(make_optimiser=lambda _: torch.optim.SGD(Mlp().parameters(), 0.1)),
         ValueError,

@@ -6,7 +6,7 @@ import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -120,13 +120,22 @@ class Solution:
         """Let no dimension become empty; return whether one would have.
 
         A factor of a view that no gate closes, such as the features of a head, stays whole: its size tends to be
-        written in the network's code.
+        written in the network's code. Views of one dimension that have factors of the same sizes have the same ones, as
+        attention makes heads and a gate on heads reads them.
         """
         is_gated = np.zeros(len(self.stays), dtype=np.bool_)
         for call in maps.gates:
             for axis in (call.front, call.behind):
                 is_gated[self.units[axis.dimension]] = True
-        factors = {id(self.units[factor]) for box in maps.boxes if box.is_view for factor in box.factors}
+        views: dict[tuple[int, ...], list[list[Index]]] = {}
+        for box in maps.boxes:
+            if box.is_view:
+                parts = [self.units[factor] for factor in box.factors]
+                views.setdefault((id(self.units[box.flat]), *map(len, parts)), []).append(parts)
+        for same in (same for alike in views.values() for same in zip(*alike, strict=True)):
+            if any(is_gated[units].any() for units in same):
+                is_gated[np.concatenate(same)] = True
+        factors = {id(units) for alike in views.values() for parts in alike for units in parts}
         empty = {
             id(units): units
             for axes in maps.axes.values()
@@ -283,11 +292,11 @@ class _FreeSizes:
         names = {id(x): first.setdefault(x.tobytes(), dimension) for dimension, x in enumerate(units)}
         self._name = [names[id(x)] for x in units]
         self._factors = {self._name[x.flat]: x.factors for x in maps.boxes if len(units[x.flat]) > 1}
-        self._boxes = maps.distinct_boxes(units)
+        boxes = maps.distinct_boxes(units)
         # On both sides of a gate units leave, if they can; parts that are to be even keep the same number.
         even = [list(_axes(maps, x).values()) for x in maps.recording.comparisons if x.is_even]
         pairs = [(call.front, call.behind) for call in maps.gates] + [(x[0], x[1]) for x in even if len(x) == 2]
-        self._pairs = [(units[one.dimension], units[other.dimension]) for one, other in pairs]
+        equal = [(units[one.dimension], units[other.dimension]) for one, other in pairs]
         count = 1 + max((int(x.max()) for x in units if len(x)), default=-1)
         self._random = np.random.default_rng(0).integers(2, 2**16, count)
         self._whole = np.zeros(count, dtype=np.bool_)
@@ -298,7 +307,15 @@ class _FreeSizes:
         }:
             for leaf in (dimension, *self._leaves(dimension)):
                 self._whole[units[leaf]] = True
-        self._spread()
+        linked = [np.concatenate(x) for x in (*equal, *([*factors, flat] for factors, flat in boxes))]
+        self._part = _connect(linked, count)
+        self._parts: dict[int, _Part] = {}
+        for pair in (x for x in equal if len(x[0])):
+            self._parts.setdefault(int(self._part[pair[0][0]]), _Part()).equal.append(pair)
+        for box in (x for x in boxes if len(x[1])):
+            self._parts.setdefault(int(self._part[box[1][0]]), _Part()).boxes.append(box)
+        self._weights = np.zeros(count, dtype=np.int64)
+        self._spread(np.arange(count))
 
     def size(self, axis: Axis) -> int:
         """The size of a dimension."""
@@ -308,32 +325,59 @@ class _FreeSizes:
         """Few dimensions that have to stay for sizes to agree; from now on they do."""
         leaves = {self._name[leaf]: leaf for axis in axes for leaf in self._leaves(axis.dimension)}
         before, fixed = self._whole.copy(), list[int]()
-        for leaf in leaves.values():
-            self._whole[self._units[leaf]] = True
+        changing = np.concatenate([self._units[leaf] for leaf in leaves.values()] or [np.zeros(0, dtype=np.int64)])
+        self._whole[changing] = True
         for leaf in leaves.values():
             units = self._units[leaf]
             self._whole[units] = before[units]
-            self._spread()
+            self._spread(changing)
             if not agree():
                 self._whole[units] = True
                 fixed += [] if before[units].all() else [leaf]
-        self._spread()
+        self._spread(changing)
         return fixed
 
-    def _spread(self) -> None:
-        """Let units weigh what was drawn for them, those that stay 1, and pairs of factors the product."""
-        self._weights = np.where(self._whole, 1, self._random)
-        for _ in range(2):  # flat dimensions may be factors of others
-            for one, other in self._pairs:
-                self._weights[other] = np.where(self._whole[other], 1, self._weights[one])
-            for factors, flat in self._boxes:
-                self._weights[flat] = outer(np.multiply, [self._weights[x] for x in factors]).ravel()
+    def _spread(self, changed: Index) -> None:
+        """Let units weigh what was drawn for them, those that stay 1, and pairs of factors the product.
+
+        Of the units that did not change, those that are linked with none of these weigh the same as before.
+        """
+        self._weights[changed] = np.where(self._whole[changed], 1, self._random[changed])
+        parts = [self._parts[x] for x in np.unique(self._part[changed]).tolist() if x in self._parts]
+        for part in parts:
+            for units in (*(x for pair in part.equal for x in pair), *(x for xs, y in part.boxes for x in (*xs, y))):
+                self._weights[units] = np.where(self._whole[units], 1, self._random[units])
+            for _ in range(2):  # flat dimensions may be factors of others
+                for one, other in part.equal:
+                    self._weights[other] = np.where(self._whole[other], 1, self._weights[one])
+                for factors, flat in part.boxes:
+                    self._weights[flat] = outer(np.multiply, [self._weights[x] for x in factors]).ravel()
 
     def _leaves(self, dimension: int, around: frozenset[int] = frozenset()) -> list[int]:
         """The dimensions whose sizes multiply to that of a dimension."""
         name = self._name[dimension]
         factors = () if name in around else self._factors.get(name, ())
         return [leaf for x in factors for leaf in self._leaves(x, around | {name})] or [dimension]
+
+
+@dataclass
+class _Part:
+    """Units that are linked: by gates and splits, whose sides are equal, and by boxes, of factors and their product."""
+
+    equal: list[tuple[Index, Index]] = field(default_factory=list)
+    boxes: list[tuple[list[Index], Index]] = field(default_factory=list)
+
+
+def _connect(groups: Sequence[Index], count: int) -> Index:
+    """For each unit, the least one that it is linked with by groups of units."""
+    least, is_new = np.arange(count), True
+    while is_new:
+        is_new = False
+        for units in (units for units in groups if len(units)):
+            first = least[units].min()
+            is_new |= bool((least[units] != first).any())
+            least[units] = first
+    return least
 
 
 def choose_constants(maps: Maps) -> dict[ConstantInput, Tensor]:

@@ -373,10 +373,16 @@ class TruthTables(Statements):
         return self._number(self._gates.get(gate, self._cases[TRUE]))
 
     def both(self, one: int, other: int) -> int:
-        return self._number(self._cases[one] & self._cases[other])
+        return one if one == other else self._number(self._cases[one] & self._cases[other])
 
     def some(self, statements: Iterable[int]) -> int:
-        return self._number(reduce(int.__or__, (self._cases[x] for x in statements), 0))
+        given = set(statements)
+        if TRUE in given:
+            return TRUE
+        cases = 0
+        for statement in given:
+            cases |= self._cases[statement]
+        return self._number(cases)
 
     def implies(self, one: int, other: int) -> bool:
         return not self._cases[one] & ~self._cases[other]
