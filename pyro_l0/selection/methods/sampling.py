@@ -181,7 +181,9 @@ def gate_of(problem: Problem) -> Tensor | None:
 
 
 _MEAN = 500  # draws that the mean linear predictor is taken from
-_DRAWS = 4000  # of gates and slab scale, which are re-weighted
+# Draws of gates and slab scale that are re-weighted: fewer, between these, the more observations there are, as the
+# expansion is better then; so many linear predictors where that counts.
+_LEAST_DRAWS, _DRAWS, _PREDICTORS = 1000, 4000, 2**24
 _PRECISE = 0.012  # standard error above which augmented chains follow, and up to which they run
 _FEW = 10  # gates of which chains that follow anyway start from the prior
 _BRIEF = 0.5  # share of flips before chains that follow anyway
@@ -244,19 +246,20 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         z, log_slab = run.gates[picked], run.hyper[picked, 1]
         beta, intercept = walk.means(z, log_slab)
         return jumped(z, log_slab, torch.cat([beta.flatten(1), intercept], 1), run.active_probs, math.nan)
-    picked = resampled(run.weights, _DRAWS, generator)
+    number = max(_LEAST_DRAWS, min(_DRAWS, _PREDICTORS // (len(problem.x) * problem.outputs)))
+    picked = resampled(run.weights, number, generator)
     z, slab = run.gates[picked], run.hyper[picked, 1].exp()
     evidence = LaplaceEvidence(problem)
     fit = evidence.fit(z, slab, walk.means)
     log_ratio = fit.log_evidence - walk.collapsed(run.hyper[picked]).log_evidence(z)
     weights = torch.softmax(log_ratio, 0)
     # What the weights change is added to the Rao-Blackwell averages, which have less noise than the gates.
-    change = weights - 1 / _DRAWS
+    change = weights - 1 / number
     active_probs = (run.active_probs + change @ z.double()).clamp(0, 1)
     of_weights = change.square() @ (z.double() - active_probs).square()
     error = (run.standard_error().square() + of_weights).sqrt()
     log_evidence = chain_evidence(_log_marginal(walk, problem.prior, run), walk, run, generator)
-    log_evidence += float(log_ratio.logsumexp(0)) - math.log(_DRAWS)
+    log_evidence += float(log_ratio.logsumexp(0)) - math.log(number)
     which = resampled(weights, max(draws, FEWEST), generator)
     found = evidence.draws_of(fit, which, generator)
     is_near = found.correction is None
