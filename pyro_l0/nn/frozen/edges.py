@@ -1,0 +1,251 @@
+"""Gates on the edges between what writes to a network's residual streams and what reads them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from pyro_l0.nn.calls import record_example, refuse_wrapped
+from pyro_l0.nn.engine.record import Example, Operation, Value, calls_of, example_of
+from pyro_l0.nn.frozen.streams import Reading, Streams, Tensors, Write, is_close, repeat
+from pyro_l0.nn.gate import check_given, gate_names
+from pyro_l0.nn.l0_gate import L0Gate
+
+if TYPE_CHECKING:
+    import pandas as pd  # an extra
+
+__all__ = ["NetworkEdges", "gate_edges"]
+
+_Args, _Kwargs = tuple[object, ...], dict[str, Any]
+
+
+def gate_edges(network: nn.Module, example: Example, corrupted: Example | None = None) -> NetworkEdges:
+    """Put a gate on each edge of a network."""
+    check_given(network)
+    refuse_wrapped(network)
+    if gates := gate_names(network):
+        raise ValueError(f"Expected a network without gates, but it has {next(iter(gates))!r}; gate its edges first.")
+    calls = [calls_of(example_of(x, network)) for x in (example, corrupted) if x is not None]
+    if any(len(call) != 1 for call in calls):
+        raise ValueError(f"Expected an example of one call, but got {max(map(len, calls))}; give one of them.")
+    edges = NetworkEdges(network, *calls[0][0])
+    if corrupted is not None:
+        args, kwargs = calls[1][0]
+        edges.corrupt(*args, **kwargs)
+    return edges
+
+
+class NetworkEdges(nn.Module):
+    """What :func:`gate_edges` returns."""
+
+    def __init__(self, network: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        super().__init__()
+        self.network = network
+        self._plans = dict[str, _Plan]()
+        streams = self._plan(args, kwargs).streams
+        self.edges = streams.edges
+        self.modules_of = streams.modules
+        device = next((x.device for x in network.parameters()), None)
+        self.gate = L0Gate(len(self.edges), init_jitter=0.0).to(device)
+        self.gate.site_name = "edges"
+        self._corrupted: list[Tensor] | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        """The network's outputs with a draw of the gates, or in evaluation mode with the test gates."""
+        return self.at(self.gate(), *args, **kwargs)
+
+    def at(self, z: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        """The network's outputs with gates at given values, differentiable in these.
+
+        Args:
+            z: gates, shape ``(edges,)``, or ``(batch, edges)`` for gates of each example.
+            args: what the network takes.
+            kwargs: its keywords.
+
+        Returns:
+            The tensor that the network returns, or a tuple of all tensors in it, in their order.
+
+        Raises:
+            ValueError: ``z`` has another shape, the call has other edges than the example, or the corrupted input is of
+                another size.
+        """
+        if z.dim() not in (1, 2) or z.shape[-1] != len(self.edges):
+            raise ValueError(
+                f"Expected gates of shape ({len(self.edges)},) or (batch, {len(self.edges)}), but got {tuple(z.shape)}."
+            )
+        outputs, _ = self._run(z, args, kwargs, self._corrupted)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    @torch.no_grad()
+    def corrupt(self, *args: object, **kwargs: object) -> None:
+        """Let closed edges pass what writers contribute at another input, until the next call of this method.
+
+        Args:
+            args: what the network takes, with as many examples as in later calls, or one.
+            kwargs: its keywords.
+        """
+        _, self._corrupted = self._run(torch.ones(len(self.edges)), args, kwargs, None)
+
+    def _run(
+        self, z: Tensor, args: _Args, kwargs: _Kwargs, corrupted: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs, and contributions of all writers; recorded anew for calls of other sizes, and for other branches."""
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        key = repr(tree_map(lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x, (args, kwargs)))
+        plan = self._plans.get(key)
+        if plan is not None:
+            plan.streams.recording.check(self.network)
+            try:
+                return plan.run(given, z, corrupted)
+            except _OtherBranch:
+                pass
+        plan = self._plans[key] = self._plan(args, kwargs)
+        if plan.streams.edges != self.edges:
+            raise ValueError(
+                f"Expected calls with the {len(self.edges)} edges of the example, but this one has others; gate the "
+                "edges by an example of such calls."
+            )
+        return plan.run(given, z, corrupted)
+
+    def _plan(self, args: _Args, kwargs: _Kwargs) -> _Plan:
+        """A plan for calls of the sizes of one, whose outputs with open edges are those of the network."""
+        if args and kwargs:
+            args, kwargs = (), {**dict(zip(signature(self.network.forward).parameters, args, strict=False)), **kwargs}
+        return _Plan(Streams(record_example(self.network, args or kwargs)))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_plans": {}}  # which hold parameters and functions of torch
+
+
+class _OtherBranch(Exception):
+    """A number that the network's code asked for is another one than when it was recorded."""
+
+
+class _Plan:
+    """Runs the recorded operations of a network, in which readers see what the gates of their edges let pass."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self._call = streams.recording.calls[0]
+        self._writes = list(streams.writes.values())
+        self._asked: list[object] | None = None  # what the network's code asked for
+        self._last = self._last_uses()
+        with torch.no_grad():
+            given = [x.tensor.detach() for x in self._call.inputs]
+            outputs, _ = self.run(given, torch.ones(len(streams.edges)), None)
+        for x, value in zip(outputs, self._call.outputs, strict=True):
+            if not is_close(x, value.tensor.detach()):
+                raise ValueError(
+                    "Expected outputs that stay as they are while all edges are open, but they change by up to "
+                    f"{float((x - value.tensor).detach().abs().max()):.1e}; leave out of the network what draws random "
+                    "numbers in evaluation mode or changes its own tensors."
+                )
+        for value in streams.makers:  # of what was recorded only sizes and strides stay
+            value.tensor = torch.empty_strided(value.shape, value.tensor.stride(), dtype=value.dtype, device="meta")
+
+    def _last_uses(self) -> dict[Operation, list[Value]]:
+        """By operation, the values that no later one needs, but for what the gates multiply."""
+        last = dict[Value, Operation]()
+        for operation in self.streams.operations:
+            reading = self.streams.readings.get(operation)
+            inputs = list(operation.inputs if reading is None else reading.inputs)
+            inputs += [x for write in self._writes if write.value in operation.made for x in write.inputs]
+            last |= dict.fromkeys(inputs, operation)
+        kept = set(self._call.outputs)
+        found = defaultdict[Operation, list[Value]](list)
+        for value, operation in last.items():
+            if value in self.streams.makers and value not in kept:
+                found[operation].append(value)
+        return found
+
+    def run(self, given: Sequence[Tensor], z: Tensor, corrupted: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs, and contributions of each write, less the corrupted ones where these are given."""
+        values = dict(zip(self._call.inputs, given, strict=True))
+        added, asked = dict[Write, Tensor](), list[object]()
+
+        def tensor(value: Value) -> Tensor:
+            is_made = value in self.streams.makers or value.is_input
+            return values[value] if is_made else value.tensor
+
+        def add(write: Write) -> None:
+            contribution = write.contributions(tensor)
+            if corrupted is not None:
+                contribution = _less(contribution, corrupted[self._writes.index(write)])
+            added[write] = contribution
+
+        for write in self._writes:
+            if write.value not in self.streams.makers:
+                add(write)
+        by_value = {write.value: write for write in self._writes}
+        for operation in self.streams.operations:
+            reading = self.streams.readings.get(operation)
+            if reading is None:
+                made = repeat(operation, tensor)
+            else:
+                made = self._read(reading, tensor, added, z)
+            if not operation.made:
+                asked += made
+            for value, x in zip(operation.outputs, made, strict=True):
+                if value is not None:
+                    assert isinstance(x, Tensor)
+                    values[value] = x
+                    if value in by_value:
+                        add(by_value[value])
+            for value in self._last[operation]:
+                del values[value]
+        self._asked = asked if self._asked is None else self._asked
+        if asked != self._asked:
+            raise _OtherBranch
+        outputs = [
+            tensor(x) if x not in self.streams.readings else self._read(self.streams.readings[x], tensor, added, z)[0]
+            for x in self._call.outputs
+        ]
+        return outputs, [added[write] for write in self._writes]
+
+    def _read(self, reading: Reading, tensor: Tensors, added: dict[Write, Tensor], z: Tensor) -> list[Tensor]:
+        """What the operation of a reading makes of the sums that its readers see."""
+        own = {x: tensor(x) for x in reading.inputs}
+        contributions = [added[write] for write in reading.writes]
+
+        def compute() -> list[Tensor]:
+            sums = _sums(own[reading.stream], contributions, z[..., reading.edges] - 1)
+            return reading.results(sums, own.__getitem__)
+
+        if not torch.is_grad_enabled():
+            return compute()
+        return checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+
+
+def _sums(stream: Tensor, contributions: Sequence[Tensor], factors: Tensor) -> Tensor:
+    """A stream with multiples of contributions added, for each reader; shape ``(readers, *shape)``.
+
+    Args:
+        stream: of any shape, the examples in front.
+        contributions: by write, shape ``(writers, *shape)``, without dimensions or with ones where they are broadcast.
+        factors: shape ``(readers, all writers)``, or with the examples in front.
+    """
+    sums = stream[None]
+    for x, factor in zip(contributions, factors.to(stream).split([len(x) for x in contributions], -1), strict=True):
+        x = x.reshape(len(x), *[1] * (stream.dim() + 1 - x.dim()), *x.shape[1:])
+        if factor.dim() == 2:
+            sums = sums + torch.tensordot(factor, x, 1)
+        else:
+            sums = sums + torch.einsum("brk,kb...->rb...", factor, x.expand(-1, len(factor), *x.shape[2:]))
+    return sums
+
+
+def _less(x: Tensor, corrupted: Tensor) -> Tensor:
+    """The difference of contributions at an input and at a corrupted one."""
+    if corrupted.dim() != x.dim() or any(n not in (1, m) for n, m in zip(corrupted.shape, x.shape, strict=True)):
+        raise ValueError(
+            f"Expected a corrupted input of the size of the call's, or one example, but writers contribute tensors of "
+            f"shape {tuple(corrupted.shape[1:])} at it, and {tuple(x.shape[1:])} at the call's; call corrupt anew."
+        )
+    return x - corrupted
