@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NetworkEdges", "gate_edges"]
 
-_Args, _Kwargs = tuple[object, ...], dict[str, Any]
+_Args = tuple[object, ...]
+_Kwargs = dict[str, Any]
 
 
 def gate_edges(network: nn.Module, example: Example, corrupted: Example | None = None) -> NetworkEdges:
@@ -52,6 +56,7 @@ class NetworkEdges(nn.Module):
         streams = self._plan(args, kwargs).streams
         self.edges = streams.edges
         self.modules_of = streams.modules
+        self.width = streams.width
         device = next((x.device for x in network.parameters()), None)
         self.gate = L0Gate(len(self.edges), init_jitter=0.0).to(device)
         self.gate.site_name = "edges"
@@ -104,7 +109,7 @@ class NetworkEdges(nn.Module):
             plan.streams.recording.check(self.network)
             try:
                 return plan.run(given, z, corrupted)
-            except _OtherBranch:
+            except _OtherBranchError:
                 pass
         plan = self._plans[key] = self._plan(args, kwargs)
         if plan.streams.edges != self.edges:
@@ -120,11 +125,58 @@ class NetworkEdges(nn.Module):
             args, kwargs = (), {**dict(zip(signature(self.network.forward).parameters, args, strict=False)), **kwargs}
         return _Plan(Streams(record_example(self.network, args or kwargs)))
 
+    def to_frame(self) -> pd.DataFrame:
+        """A table with a row for each edge (needs pandas): writer and reader, their modules, gate and P(z != 0)."""
+        import pandas as pd  # an extra
+
+        names = {"writer": [x for x, _ in self.edges], "reader": [x for _, x in self.edges]}
+        modules = {f"{of}_module": [self.modules_of[x] for x in column] for of, column in names.items()}
+        gates = {"gate": self.gate.test_gate.tolist(), "active_prob": self.gate.active_prob.tolist()}
+        return pd.DataFrame(names | modules | gates)
+
+    def save_scores(self, path: str | Path, scores: Tensor | None = None) -> None:
+        """Write scores of edges as the evaluation of the Mechanistic Interpretability Benchmark reads them, in JSON.
+
+        What writes before the first layer is its one ``input``, with the sum of scores. An edge to keys or values that
+        heads share is there for each of these heads. Edges whose test gate is not 0 are marked as in the circuit.
+
+        Args:
+            path: the file, ending in ``.json``.
+            scores: shape ``(edges,)``, such as gradients of a loss by the gates; by default P(z != 0).
+
+        Raises:
+            ValueError: there are readers or writers other than heads and feed-forward blocks, as in BERT, or another
+                number of scores.
+
+        References:
+            Mueller et al. (2025), arXiv:2504.13151; the format is that of Hanna et al. (2024), arXiv:2403.17806.
+        """
+        scores = self.gate.active_prob if scores is None else scores
+        if scores.shape != self.gate.shape:
+            raise ValueError(f"Expected {len(self.edges)} scores, but got a tensor of shape {tuple(scores.shape)}.")
+        found = dict[str, dict[str, Any]]()
+        for (writer, reader), score, gate in zip(self.edges, scores.tolist(), self.gate.test_gate, strict=True):
+            for name in _benchmark_names(writer, reader):
+                edge = found.setdefault(name, {"score": 0.0, "in_graph": False})
+                edge["score"] += score
+                edge["in_graph"] |= bool(gate != 0)
+        layers, heads = (1 + max(int(x) for name in found for x in re.findall(rf"{c}(\d+)", name)) for c in "mh")
+        nodes = ["input", *(f"a{k}.h{h}" for k in range(layers) for h in range(heads))]
+        nodes += [f"m{k}" for k in range(layers)]
+        in_circuit = {name.partition("->")[0] for name, edge in found.items() if edge["in_graph"]}
+        sizes = {"n_layers": layers, "n_heads": heads, "d_model": self.width}
+        content = {
+            "cfg": sizes | {"parallel_attn_mlp": "a0.h0->m0" not in found},
+            "nodes": {x: {"in_graph": x in in_circuit} for x in nodes} | {"logits": {"in_graph": True}},
+            "edges": found,
+        }
+        Path(path).write_text(json.dumps(content))
+
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_plans": {}}  # which hold parameters and functions of torch
 
 
-class _OtherBranch(Exception):
+class _OtherBranchError(Exception):
     """A number that the network's code asked for is another one than when it was recorded."""
 
 
@@ -137,8 +189,9 @@ class _Plan:
         self._writes = list(streams.writes.values())
         self._asked: list[object] | None = None  # what the network's code asked for
         self._last = self._last_uses()
-        with torch.no_grad():
-            given = [x.tensor.detach() for x in self._call.inputs]
+        given = [x.tensor.detach() for x in self._call.inputs]
+        with torch.no_grad(), torch.random.fork_rng({x.device for x in given if x.is_cuda}):
+            torch.manual_seed(torch.initial_seed() + 1)  # other random numbers than those of the recorded call
             outputs, _ = self.run(given, torch.ones(len(streams.edges)), None)
         for x, value in zip(outputs, self._call.outputs, strict=True):
             if not is_close(x, value.tensor.detach()):
@@ -165,7 +218,9 @@ class _Plan:
                 found[operation].append(value)
         return found
 
-    def run(self, given: Sequence[Tensor], z: Tensor, corrupted: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
+    def run(
+        self, given: Sequence[Tensor], z: Tensor, corrupted: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs, and contributions of each write, less the corrupted ones where these are given."""
         values = dict(zip(self._call.inputs, given, strict=True))
         added, asked = dict[Write, Tensor](), list[object]()
@@ -186,10 +241,7 @@ class _Plan:
         by_value = {write.value: write for write in self._writes}
         for operation in self.streams.operations:
             reading = self.streams.readings.get(operation)
-            if reading is None:
-                made = repeat(operation, tensor)
-            else:
-                made = self._read(reading, tensor, added, z)
+            made = repeat(operation, tensor) if reading is None else self._read(reading, tensor, added, z)
             if not operation.made:
                 asked += made
             for value, x in zip(operation.outputs, made, strict=True):
@@ -202,25 +254,25 @@ class _Plan:
                 del values[value]
         self._asked = asked if self._asked is None else self._asked
         if asked != self._asked:
-            raise _OtherBranch
-        outputs = [
-            tensor(x) if x not in self.streams.readings else self._read(self.streams.readings[x], tensor, added, z)[0]
-            for x in self._call.outputs
-        ]
+            raise _OtherBranchError
+        readings = [self.streams.readings.get(x) for x in self._call.outputs]
+        ends = zip(self._call.outputs, readings, strict=True)
+        outputs: Any = [tensor(x) if r is None else self._read(r, tensor, added, z)[0] for x, r in ends]
         return outputs, [added[write] for write in self._writes]
 
-    def _read(self, reading: Reading, tensor: Tensors, added: dict[Write, Tensor], z: Tensor) -> list[Tensor]:
+    def _read(self, reading: Reading, tensor: Tensors, added: Mapping[Write, Tensor], z: Tensor) -> Sequence[object]:
         """What the operation of a reading makes of the sums that its readers see."""
         own = {x: tensor(x) for x in reading.inputs}
         contributions = [added[write] for write in reading.writes]
 
-        def compute() -> list[Tensor]:
+        def compute() -> Sequence[object]:
             sums = _sums(own[reading.stream], contributions, z[..., reading.edges] - 1)
             return reading.results(sums, own.__getitem__)
 
         if not torch.is_grad_enabled():
             return compute()
-        return checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+        results: Sequence[object] = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+        return results
 
 
 def _sums(stream: Tensor, contributions: Sequence[Tensor], factors: Tensor) -> Tensor:
@@ -249,3 +301,20 @@ def _less(x: Tensor, corrupted: Tensor) -> Tensor:
             f"shape {tuple(corrupted.shape[1:])} at it, and {tuple(x.shape[1:])} at the call's; call corrupt anew."
         )
     return x - corrupted
+
+
+def _benchmark_names(writer: str, reader: str) -> list[str]:
+    """The edges of the benchmark's graph that an edge is."""
+    is_block = re.fullmatch(r"a\d+\.h\d+|m\d+", writer)
+    heads = re.fullmatch(r"(a\d+\.h)(\d+)(?:-(\d+))?(<[qkv]>)", reader)
+    is_other = not heads and not re.fullmatch(r"m\d+|output", reader)
+    if is_other or (not is_block and re.fullmatch(r"a\d+.*|m\d+.*|.*#\d+", writer)):
+        raise ValueError(
+            f"Expected edges between heads, feed-forward blocks and the output, but there is one from {writer!r} to "
+            f"{reader!r}, which the benchmark does not know; use to_frame() instead."
+        )
+    source = writer if is_block else "input"
+    if not heads:
+        return [f"{source}->{'logits' if reader == 'output' else reader}"]
+    front, first, last, letter = heads.groups()
+    return [f"{source}->{front}{h}{letter}" for h in range(int(first), int(last or first) + 1)]

@@ -113,12 +113,16 @@ class Reading:
         """What the operation makes of the sums that its readers see, shape ``(readers, *shape)``."""
         if self.operation is None:
             return [sums[0]]
-        if self.dense is None:
+        if not self.entries:
             made = repeat_all((*self.front, self.operation), self.stream, _laid_out(sums, self.stream)[0], tensor)
             return [None if x is None else made[x] for x in self.operation.outputs]
-        x = run(self.front, self.stream, sums, self.dense.x, tensor)
-        matrix, bias = self.dense.matrix(tensor), self.dense.bias(tensor)
-        parts = [F.linear(one, matrix[entries], bias[entries]) for one, entries in zip(x, self.entries, strict=True)]
+        if self.dense is None:
+            y = run((*self.front, self.operation), self.stream, sums, self.operation.output, tensor)
+            parts = [each[..., entries] for each, entries in zip(y, self.entries, strict=True)]
+        else:  # each reader's part of the product alone
+            x = run(self.front, self.stream, sums, self.dense.x, tensor)
+            matrix, bias = self.dense.matrix(tensor), self.dense.bias(tensor)
+            parts = [F.linear(each, matrix[own], bias[own]) for each, own in zip(x, self.entries, strict=True)]
         return [torch.cat(parts, -1)[..., torch.cat(self.entries).argsort()]]
 
 
@@ -143,9 +147,13 @@ def run(operations: Sequence[Operation], start: Value, x: Tensor, end: Value, te
 def repeat_all(operations: Iterable[Operation], start: Value, x: Tensor, tensor: Tensors) -> dict[Value, Tensor]:
     """All that operations make of a tensor in place of ``start``."""
     made = {start: x}
+
+    def own(value: Value) -> Tensor:
+        return made[value] if value in made else tensor(value)
+
     for operation in operations:
-        results = repeat(operation, lambda value: made[value] if value in made else tensor(value))
-        made |= {y: r for y, r in zip(operation.outputs, results, strict=True) if y and isinstance(r, Tensor)}
+        results = zip(operation.outputs, repeat(operation, own), strict=True)
+        made.update({y: x for y, x in results if y is not None and isinstance(x, Tensor)})
     return made
 
 
@@ -160,9 +168,7 @@ def _laid_out(x: Tensor, value: Value) -> Tensor:
 class Attention:
     """Where values are averaged by the agreement of queries and keys."""
 
-    query: Value
-    key: Value
-    value: Value
+    read: tuple[Value, ...]  # queries, keys, values
     output: Value
 
 
@@ -201,10 +207,11 @@ class Streams:
         self._bases = dict[Value, str]()
         self.writes = {value: self._write(value) for value in self._in_order(self._members - self._leaves.keys())}
         self.readings = dict[Operation | Value, Reading]()  # by operation, or output of the network
-        self._numbers = dict[tuple[str, Value], tuple[str, int]]()  # of readers: their names, and their first edges
+        self._first = dict[tuple[str, Value], int]()  # the first edge of a reader
         for value in self._in_order(self._members):
             self._read(value)
         self.operations = self._needed()
+        self.width = next(iter(self._leaves)).shape[-1]
 
     # ------------------------------------------------------------ the graph of operations
 
@@ -216,7 +223,7 @@ class Streams:
         todo, seen = list(self._users[value]), set[Operation]()
         while todo:
             operation = todo.pop()
-            if operation in seen or operation.output in self._leaves:
+            if operation in seen or not self._leaves.keys().isdisjoint(operation.made):
                 continue
             seen.add(operation)
             yield operation
@@ -295,12 +302,12 @@ class Streams:
             if product is None or self._weights.get(operation):
                 continue
             if product.is_attention:
-                yield Attention(*(operation.value(x) for x in ("query", "key", "value")), operation.output)
+                yield Attention(tuple(map(operation.value, ("query", "key", "value"))), operation.output)
                 continue
             for weights, value in zip(product.factors, product.factors[::-1], strict=True):
                 found = [x for x in self._in_front([weights], self._is_product) if self._is_product(x)]
                 if len(found) == 1 and not self._weights.get(found[0]):
-                    yield Attention(*self._products[found[0]].factors, value, operation.output)
+                    yield Attention((*self._products[found[0]].factors, value), operation.output)
 
     # ------------------------------------------------------------ writers
 
@@ -318,8 +325,10 @@ class Streams:
             base = path or "input"
         same = [x for x in self._bases.values() if x.partition("#")[0] == base]
         self._bases[value] = base = f"{base}#{len(same) + 1}" if same else base
-        self.modules[base] = path
-        return (attentions and self._heads(value, base, self._attentions[attentions[-1]])) or Write(value, (base,))
+        write = self._heads(value, base, self._attentions[attentions[-1]]) if attentions else None
+        write = write or Write(value, (base,))
+        self.modules |= dict.fromkeys(write.writers, path)
+        return write
 
     def _heads(self, value: Value, base: str, attention: Attention) -> Write | None:
         """The heads as writers, if a summand is a sum over them by an output projection, and what no head changes."""
@@ -331,28 +340,29 @@ class Streams:
         if read != [self.makers[attention.output]]:
             return None
         front, output = self._between(attention.output, dense.operation), attention.output
-        base_value = torch.randn_like(output.tensor)
-        heads = self._by_head(output)
-        others = torch.stack([base_value, *(base_value.where(heads != h, 0.0) for h in range(int(heads.max()) + 1))])
+        noise, of_head = _noise(output), self._by_head(output)
+        others = torch.stack([noise, *(noise.where(of_head != h, 0.0) for h in range(self._heads_of(output)))])
         whole, *without = run(front, output, others, dense.x, _recorded)
         changed = torch.stack([(x != whole).flatten(0, -2).any(0) for x in without])
         if not bool((changed.sum(0) == 1).all()):
             return None
         entries = tuple(x.nonzero()[:, 0] for x in changed)
         y = dense.operation.output
-        write = Write(
-            value, tuple(f"{base}.h{h}" for h in range(len(entries))), dense, entries, self._from(y, value)
-        )
+        write = Write(value, tuple(f"{base}.h{h}" for h in range(len(entries))), dense, entries, self._from(y, value))
         constant = run(write.behind, y, dense.bias(_recorded).expand(1, *y.shape), value, _recorded)[0]
         total = write.contributions(_recorded).sum(0) + constant
         return write if is_close(total, _recorded(value)) else None
 
-    def _by_head(self, value: Value) -> Tensor:
-        """The head of each entry of a tensor of shape ``(batch, heads, tokens, n)`` or ``(batch * heads, tokens, n)``."""
+    def _heads_of(self, value: Value) -> int:
+        """The heads of a tensor of shape ``(batch, heads, tokens, n)`` or ``(batch * heads, tokens, n)``."""
         front = value.shape[:-2]
-        batch = front[0] if len(front) > 1 else self.recording.calls[0].inputs[0].shape[0]
-        heads = torch.arange(math.prod(front)).reshape(front) % max(math.prod(front) // batch, 1)
-        return heads[..., None, None].to(value.tensor.device)
+        return math.prod(front) // (front[0] if len(front) > 1 else self.recording.calls[0].inputs[0].shape[0]) or 1
+
+    def _by_head(self, value: Value) -> Tensor:
+        """The head of each entry of such a tensor."""
+        front = value.shape[:-2]
+        heads = torch.arange(math.prod(front), device=value.tensor.device) % self._heads_of(value)
+        return heads.reshape(*front, 1, 1)
 
     def _dense(self, operation: Operation) -> Dense | None:
         """A product with a matrix, if an operation is one."""
@@ -363,7 +373,11 @@ class Streams:
         axes = self._maps.axes
         (weight,), (x,), y = weights, others, axes[operation.output][-1]
         relations = self._maps.relations[operation]
-        linked = [axes[weight].index(r.source) for r in relations if isinstance(r, Link) and r.target is y and r.source in axes[weight]]
+        linked = [
+            axes[weight].index(r.source)
+            for r in relations
+            if isinstance(r, Link) and r.target is y and r.source in axes[weight]
+        ]
         summed = [r for r in relations if isinstance(r, Read) and axes[x][-1] in r.axes]
         return Dense(operation, x, weight, linked[0]) if len(linked) == 1 and summed else None
 
@@ -395,13 +409,13 @@ class Streams:
     ) -> Reading:
         writers, rows = [x for write in writes for x in write.writers], []
         for name, _ in readers:
-            taken = {x for x, of in self._numbers if of is not stream}
+            taken = {x for x, of in self._first if of is not stream}
             name = f"{name}#{1 + sum(x.partition('#')[0] == name for x in taken)}" if name in taken else name
-            if (name, stream) not in self._numbers:
-                self._numbers[name, stream] = len(self.edges)
+            if (name, stream) not in self._first:
+                self._first[name, stream] = len(self.edges)
                 self.edges += [(writer, name) for writer in writers]
                 self.modules.setdefault(name, operation.path if operation is not None else "")
-            rows.append(self._numbers[name, stream] + torch.arange(len(writers)))
+            rows.append(self._first[name, stream] + torch.arange(len(writers)))
         front = () if operation is None else self._between(stream, operation)
         entries = tuple(x for _, x in readers if x is not None)
         dense = self._dense(operation) if operation is not None and entries else None
@@ -409,42 +423,40 @@ class Streams:
 
     def _readers(self, operation: Operation) -> _Readers:
         """The names of an operation's readers, and the entries of its output that are theirs, or None for all."""
-        dense = self._dense(operation) if self._is_product(operation) else None
-        found = dict[tuple[int, ...], list[tuple[int, int, str]]]()
-        for k, attention in enumerate(self._attentions) if dense is not None else ():
-            for letter, slot in zip("qkv", (attention.query, attention.key, attention.value), strict=True):
-                for h, entries in enumerate(self._entries(operation, slot)):
-                    found.setdefault(tuple(entries), []).append((k, h, letter))
+        found = dict[tuple[int, ...], list[tuple[str, int, str]]]()
+        for k, attention in enumerate(self._attentions) if self._weights.get(operation) else ():
+            of_each = [self._entries(operation, slot) for slot in attention.read]
+            shared = [self._heads_of(attention.read[0]) // self._heads_of(slot) for slot in attention.read]
+            for letter, each, number in zip("qkv", of_each, shared, strict=True):
+                for h, entries in enumerate(each):
+                    uses = [(f"a{k}", head, letter) for head in range(h * number, (h + 1) * number)]
+                    found.setdefault(entries, []).extend(uses)
         every = [x for entries in found for x in entries]
         if len(every) > len(set(every)):
             raise ValueError(
                 f"Expected queries, keys and values of each head to have entries of their own, but heads share some of "
                 f"{operation.location}; gate the heads by gate_heads instead."
             )
-        if not found:
-            return [(self._block(operation), None)]
         readers: _Readers = []
         for entries, uses in found.items():
-            heads = sorted({h for _, h, _ in uses})
-            letters = "".join(dict.fromkeys(letter for *_, letter in uses))
+            heads = sorted({head for _, head, _ in uses})
             span = f"{heads[0]}-{heads[-1]}" if len(heads) > 1 else f"{heads[0]}"
-            readers.append((f"a{uses[0][0]}.h{span}<{letters}>", torch.tensor(entries)))
+            letters = "".join(dict.fromkeys(letter for *_, letter in uses))
+            readers.append((f"{uses[0][0]}.h{span}<{letters}>", torch.tensor(entries)))
         rest = sorted(set(range(operation.output.shape[-1])) - set(every))
-        return readers + ([(self._block(operation), torch.tensor(rest))] if rest else [])
+        return readers + ([(self._block(operation), torch.tensor(rest) if found else None)] if rest else [])
 
-    def _entries(self, operation: Operation, slot: Value) -> list[list[int]]:
+    def _entries(self, operation: Operation, slot: Value) -> list[tuple[int, ...]]:
         """By head of an attention, the entries of a projection's output of which its queries (or others) are made."""
         y = operation.output
-        if self.makers.get(slot) not in set(self._behind(y, self._is_product)) and slot is not y:
+        if slot is not y and self.makers.get(slot) not in set(self._behind(y, self._is_product)):
             return []
         with torch.enable_grad():
-            x = torch.randn_like(y.tensor).requires_grad_()
+            x = _noise(y).requires_grad_()
             made = run(self._from(y, slot), y, x[None], slot, _recorded)[0]
-            heads = self._by_head(slot)
-            noise = torch.randn_like(made)
-            each = [noise * (heads == h) for h in range(int(heads.max()) + 1)]
+            each = [_noise(slot) * (self._by_head(slot) == h) for h in range(self._heads_of(slot))]
             slopes = [torch.autograd.grad(made, x, one, retain_graph=True)[0] for one in each]
-        return [slope.flatten(0, -2).any(0).nonzero()[:, 0].tolist() for slope in slopes]
+        return [tuple(slope.flatten(0, -2).any(0).nonzero()[:, 0].tolist()) for slope in slopes]
 
     def _block(self, operation: Operation) -> str:
         """The name of a block by what it writes: itself, or behind it the first summand of a stream or an output."""
@@ -473,7 +485,7 @@ class Streams:
             kept.append(operation)
             reading = self.readings.get(operation)
             needed |= {*(operation.inputs if reading is None else reading.inputs)}
-            is_read = reading is not None or operation.output in self._leaves if operation.made else False
+            is_read = reading is not None or any(x in self._leaves for x in operation.made)
             if not is_read and not self._members.isdisjoint(operation.inputs):
                 raise ValueError(
                     f"Expected a network whose residual stream is read by products with weights, but "
@@ -487,6 +499,10 @@ def _is_sum(operation: Operation) -> bool:
     """Whether an operation adds two tensors, as they are."""
     is_add = operation.function in (_ADD, _ADD_IN_PLACE) and len(set(operation.inputs)) == 2
     return is_add and operation.arguments.get("alpha", 1) == 1 and operation.output.dtype.is_floating_point
+
+
+def _noise(value: Value) -> Tensor:
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.tensor)
 
 
 def _recorded(value: Value) -> Tensor:
