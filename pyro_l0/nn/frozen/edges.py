@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
 from pyro_l0.nn.calls import record_example, refuse_wrapped
 from pyro_l0.nn.engine.record import Example, Operation, Value, calls_of, example_of
@@ -53,7 +54,8 @@ class NetworkEdges(nn.Module):
         super().__init__()
         self.network = network
         self._plans = dict[str, _Plan]()
-        streams = self._plan(args, kwargs).streams
+        self._plans[_key(args, kwargs)] = plan = self._plan(args, kwargs)
+        streams = plan.streams
         self.edges = streams.edges
         self.modules_of = streams.modules
         self.width = streams.width
@@ -101,9 +103,9 @@ class NetworkEdges(nn.Module):
     def _run(
         self, z: Tensor, args: _Args, kwargs: _Kwargs, corrupted: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs, and contributions of all writers; recorded anew for calls of other sizes, and for other branches."""
+        """Outputs, and the sources of all writers; recorded anew for calls of other sizes, and for other branches."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        key = repr(tree_map(lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x, (args, kwargs)))
+        key = _key(args, kwargs)
         plan = self._plans.get(key)
         if plan is not None:
             plan.streams.recording.check(self.network)
@@ -176,6 +178,11 @@ class NetworkEdges(nn.Module):
         return {**self.__dict__, "_plans": {}}  # which hold parameters and functions of torch
 
 
+def _key(args: _Args, kwargs: _Kwargs) -> str:
+    """What calls that run by one plan have in common."""
+    return repr(tree_map(lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x, (args, kwargs)))
+
+
 class _OtherBranchError(Exception):
     """A number that the network's code asked for is another one than when it was recorded."""
 
@@ -209,7 +216,9 @@ class _Plan:
         for operation in self.streams.operations:
             reading = self.streams.readings.get(operation)
             inputs = list(operation.inputs if reading is None else reading.inputs)
-            inputs += [x for write in self._writes if write.value in operation.made for x in write.inputs]
+            inputs += [
+                x for write in self._writes if write.value in operation.made for x in (write.source, *write.others)
+            ]
             last |= dict.fromkeys(inputs, operation)
         kept = set(self._call.outputs)
         found = defaultdict[Operation, list[Value]](list)
@@ -221,19 +230,17 @@ class _Plan:
     def run(
         self, given: Sequence[Tensor], z: Tensor, corrupted: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs, and contributions of each write, less the corrupted ones where these are given."""
+        """Outputs, and the sources of all writers."""
         values = dict(zip(self._call.inputs, given, strict=True))
-        added, asked = dict[Write, Tensor](), list[object]()
+        sources, asked = dict[Write, Tensor](), list[object]()  # sources less the corrupted ones
 
         def tensor(value: Value) -> Tensor:
             is_made = value in self.streams.makers or value.is_input
             return values[value] if is_made else value.tensor
 
         def add(write: Write) -> None:
-            contribution = write.contributions(tensor)
-            if corrupted is not None:
-                contribution = _less(contribution, corrupted[self._writes.index(write)])
-            added[write] = contribution
+            x = tensor(write.source)
+            sources[write] = x if corrupted is None else _less(x, corrupted[self._writes.index(write)])
 
         for write in self._writes:
             if write.value not in self.streams.makers:
@@ -241,7 +248,7 @@ class _Plan:
         by_value = {write.value: write for write in self._writes}
         for operation in self.streams.operations:
             reading = self.streams.readings.get(operation)
-            made = repeat(operation, tensor) if reading is None else self._read(reading, tensor, added, z)
+            made = repeat(operation, tensor) if reading is None else self._read(reading, tensor, sources, z)
             if not operation.made:
                 asked += made
             for value, x in zip(operation.outputs, made, strict=True):
@@ -257,48 +264,81 @@ class _Plan:
             raise _OtherBranchError
         readings = [self.streams.readings.get(x) for x in self._call.outputs]
         ends = zip(self._call.outputs, readings, strict=True)
-        outputs: Any = [tensor(x) if r is None else self._read(r, tensor, added, z)[0] for x, r in ends]
-        return outputs, [added[write] for write in self._writes]
+        outputs: Any = [tensor(x) if r is None else self._read(r, tensor, sources, z)[0] for x, r in ends]
+        return outputs, [sources[write] for write in self._writes]
 
-    def _read(self, reading: Reading, tensor: Tensors, added: Mapping[Write, Tensor], z: Tensor) -> Sequence[object]:
+    def _read(self, reading: Reading, tensor: Tensors, sources: Mapping[Write, Tensor], z: Tensor) -> Sequence[object]:
         """What the operation of a reading makes of the sums that its readers see."""
-        own = {x: tensor(x) for x in reading.inputs}
-        contributions = [added[write] for write in reading.writes]
 
-        def compute() -> Sequence[object]:
-            sums = _sums(own[reading.stream], contributions, z[..., reading.edges] - 1)
-            return reading.results(sums, own.__getitem__)
+        def compute(z: Tensor, *given: Tensor) -> tuple[object, ...]:
+            own = dict(zip(reading.inputs, given, strict=False))
+            sums, start = own[reading.stream][None], 0
+            factors = (z[..., reading.edges] - 1).to(sums)
+            for write, source in zip(reading.writes, given[len(own) :], strict=True):
+                end = start + len(write.writers)
+                others = [own[x] for x in write.others]
+                sums = (
+                    sums
+                    + _again(partial(_weighted, write, reading.stream.rank), factors[..., start:end], source, *others)[
+                        0
+                    ]
+                )
+                start = end
+            return tuple(reading.results(sums, own.__getitem__))
 
-        if not torch.is_grad_enabled():
-            return compute()
-        results: Sequence[object] = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
-        return results
+        given = [*map(tensor, reading.inputs), *(sources[write] for write in reading.writes)]
+        return _again(compute, z, *given)
 
 
-def _sums(stream: Tensor, contributions: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """A stream with multiples of contributions added, for each reader; shape ``(readers, *shape)``.
+def _again(compute: Callable[..., tuple[Any, ...]], *given: Tensor) -> tuple[Any, ...]:
+    """What a function makes of tensors, without keeping what its backward pass needs: it runs again there."""
+    return cast(tuple[Any, ...], _Again.apply(compute, *given))  # type: ignore[no-untyped-call]
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., tuple[object, ...]], *given: Tensor) -> tuple[object, ...]:
+        ctx.compute = compute
+        ctx.save_for_backward(*given)
+        return compute(*given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        given = [x.detach().requires_grad_(y) for x, y in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            made = zip(ctx.compute(*given), grads, strict=True)
+        pairs = [(x, y) for x, y in made if y is not None and isinstance(x, Tensor) and x.requires_grad]
+        outputs, slopes = zip(*pairs, strict=True)
+        inputs = [x for x in given if x.requires_grad]
+        found = iter(torch.autograd.grad(outputs, inputs, slopes, allow_unused=True))
+        return None, *(next(found) if y else None for y in needed)
+
+
+def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, *others: Tensor) -> tuple[Tensor]:
+    """What writers add, each with a factor, summed for each reader; shape ``(readers, *shape)``.
 
     Args:
-        stream: of any shape, the examples in front.
-        contributions: by write, shape ``(writers, *shape)``, without dimensions or with ones where they are broadcast.
-        factors: shape ``(readers, all writers)``, or with the examples in front.
+        write: the writers.
+        rank: of the sums, the examples in front, to which tensors of fewer dimensions are broadcast.
+        factors: shape ``(readers, writers)``, or with the examples in front.
+        source: what contributions are computed from.
+        others: likewise, as ``write.others``.
     """
-    sums = stream[None]
-    for x, factor in zip(contributions, factors.to(stream).split([len(x) for x in contributions], -1), strict=True):
-        x = x.reshape(len(x), *[1] * (stream.dim() + 1 - x.dim()), *x.shape[1:])
-        if factor.dim() == 2:
-            sums = sums + torch.tensordot(factor, x, 1)
-        else:
-            sums = sums + torch.einsum("brk,kb...->rb...", factor, x.expand(-1, len(factor), *x.shape[2:]))
-    return sums
+    x = write.contributions(source, dict(zip(write.others, others, strict=True)).__getitem__)
+    x = x.reshape(len(x), *[1] * (rank + 1 - x.dim()), *x.shape[1:])
+    if factors.dim() == 2:
+        return (torch.tensordot(factors, x, 1),)
+    return (torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:])),)
 
 
 def _less(x: Tensor, corrupted: Tensor) -> Tensor:
-    """The difference of contributions at an input and at a corrupted one."""
+    """The difference of a writer's source and that at a corrupted input."""
     if corrupted.dim() != x.dim() or any(n not in (1, m) for n, m in zip(corrupted.shape, x.shape, strict=True)):
         raise ValueError(
-            f"Expected a corrupted input of the size of the call's, or one example, but writers contribute tensors of "
-            f"shape {tuple(corrupted.shape[1:])} at it, and {tuple(x.shape[1:])} at the call's; call corrupt anew."
+            f"Expected a corrupted input of the size of the call's, or one example, but writers have tensors of shape "
+            f"{tuple(corrupted.shape)} at it, and {tuple(x.shape)} at the call's; call corrupt anew."
         )
     return x - corrupted
 

@@ -64,18 +64,24 @@ class Write:
     entries: tuple[Tensor, ...] = ()
     behind: tuple[Operation, ...] = ()
 
-    @cached_property
-    def inputs(self) -> list[Value]:
-        """What contributions are computed from."""
-        if self.projection is None:
-            return [self.value]
-        return [self.projection.x, self.projection.weight, *(x for operation in self.behind for x in operation.inputs)]
+    @property
+    def source(self) -> Value:
+        """What contributions are linear in."""
+        return self.value if self.projection is None else self.projection.x
 
-    def contributions(self, tensor: Tensors) -> Tensor:
-        """What each writer adds, shape ``(writers, *shape)``; the bias of a projection is no head's."""
+    @property
+    def others(self) -> list[Value]:
+        """What contributions are computed from beside their source."""
+        made = {self.value} if self.projection is None else {self.projection.operation.output}
+        made |= {x for operation in self.behind for x in operation.made}
+        weights = [] if self.projection is None else [self.projection.weight]
+        return weights + [x for operation in self.behind for x in operation.inputs if x not in made]
+
+    def contributions(self, x: Tensor, tensor: Tensors) -> Tensor:
+        """What each writer adds by its source, shape ``(writers, *shape)``; the bias of a projection is no head's."""
         if self.projection is None:
-            return tensor(self.value)[None]
-        x, matrix = tensor(self.projection.x), self.projection.matrix(tensor)
+            return x[None]
+        matrix = self.projection.matrix(tensor)
         heads = torch.stack([x[..., entries] @ matrix[:, entries].mT for entries in self.entries])
         return run(self.behind, self.projection.operation.output, heads, self.value, tensor)
 
@@ -107,7 +113,7 @@ class Reading:
         operations = (*self.front, *([] if self.operation is None else [self.operation]))
         inside = {x for operation in operations for x in operation.made}
         inputs = [x for operation in operations for x in operation.inputs if x not in inside]
-        return list(dict.fromkeys([self.stream, *inputs]))
+        return list(dict.fromkeys([self.stream, *inputs, *(x for write in self.writes for x in write.others)]))
 
     def results(self, sums: Tensor, tensor: Tensors) -> Sequence[object]:
         """What the operation makes of the sums that its readers see, shape ``(readers, *shape)``."""
@@ -350,7 +356,7 @@ class Streams:
         y = dense.operation.output
         write = Write(value, tuple(f"{base}.h{h}" for h in range(len(entries))), dense, entries, self._from(y, value))
         constant = run(write.behind, y, dense.bias(_recorded).expand(1, *y.shape), value, _recorded)[0]
-        total = write.contributions(_recorded).sum(0) + constant
+        total = write.contributions(_recorded(dense.x), _recorded).sum(0) + constant
         return write if is_close(total, _recorded(value)) else None
 
     def _heads_of(self, value: Value) -> int:

@@ -79,6 +79,29 @@ def test_gates_of_each_example(network, ids):
         torch.testing.assert_close(edges.at(z[k], ids[k : k + 1]), together[k : k + 1], rtol=1e-12, atol=1e-12)
 
 
+def test_positions_without_examples(ids):
+    """A summand may have fewer dimensions than the stream, also where there are as many readers as examples."""
+
+    class Placed(Network):
+        def __init__(self):
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, ids):
+            x = self.embedding(ids) + self.positions
+            for block in self.blocks:
+                x = block(x)
+            return self.out(self.norm(x))
+
+    network = Placed().double().eval()
+    edges = gate_edges(network, ids)
+    z = torch.tensor([float(writer != "positions") for writer, _ in edges.edges])
+    closed = edges.at(z, ids), edges.at(z.expand(3, -1), ids)
+    network.positions.data.zero_()
+    for found in closed:
+        torch.testing.assert_close(found, network(ids), rtol=1e-10, atol=1e-10)
+
+
 def test_gradients_by_gates(network, ids):
     """Those of differences; the network's own weights may train, too."""
     edges = gate_edges(network, ids, ids.flip(0))
