@@ -32,7 +32,59 @@ _Kwargs = dict[str, Any]
 
 
 def gate_edges(network: nn.Module, example: Example, corrupted: Example | None = None) -> NetworkEdges:
-    """Put a gate on each edge of a network."""
+    r"""Put a gate on each edge between what writes to a network's residual streams and what reads them.
+
+    A writer is what is added to a stream: an embedding, a head of attention, another block. A reader is what reads it:
+    queries, keys and values of a head, another block, the output. Reader r sees the stream x of what wrote before it as
+
+    .. math:: x + \sum_w (z_{rw} - 1) (c_w - \tilde c_w),
+
+    where c are the writers' contributions and :math:`\tilde c` those at a corrupted input, or 0. Norms in front of a
+    reader act on what it sees. So open edges leave the network as it is, and closing one is path patching.
+
+    Streams are found in what the network computes at the example, in evaluation mode and thus without dropout: a stream
+    is a sum with a summand that products with weights compute from an earlier part of the sum. Writers and readers are
+    named after layers and heads, ``"a0.h1"`` and ``"a0.h1<q>"``, feed-forward and other blocks ``"m0"``; what writes
+    without reading, and norms between two streams (in BERT), after their modules. The output is ``"output"``. Heads that
+    share keys or values have one reader of these, ``"a0.h0-1<k>"``. Where a norm is behind the sum over heads, as in
+    Gemma 2, or they are not split otherwise, the attention is one writer. Biases of output projections always pass.
+
+    All gates are one site, ``"edges"``: ``SparsityTarget(NetworkGates(edges), 0.1, lambda z: z["edges"].sum(),
+    steps=1000, pretrained=True)`` leaves a tenth of the edges open, and several budgets are met in one run. Weights with
+    gradients train as well; ``network.requires_grad_(False)`` saves that. A step's memory is about that of the network,
+    as readings run again in the backward pass; second derivatives are refused.
+
+    Args:
+        network: any network of batch-first tensors with a residual stream; it is neither changed nor copied.
+        example: what it is called with, once, as for :func:`~pyro_l0.nn.insert_gates`. Calls of other sizes are
+            recorded when they come, as are those for which the network's code takes another branch.
+        corrupted: an input at which closed edges take contributions, until :meth:`NetworkEdges.corrupt` gives another.
+
+    Returns:
+        A module that is called as the network is, and returns its tensors.
+
+    Raises:
+        ValueError: the network has no residual stream, has gates, adds to a stream in place, branches on what it
+            computes from one, or draws random numbers in evaluation mode; an operation reads two sums; heads share
+            entries of a projection; or the example is of several calls.
+        TypeError: ``network`` is not a module, or one of ``torch.compile`` or of data parallelism.
+
+    Example:
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.inner = nn.Linear(2, 2)
+        ...
+        ...     def forward(self, x):
+        ...         return x + self.inner(x).relu()
+        >>> network = nn.Sequential(nn.Linear(3, 2), Block(), nn.Linear(2, 1))
+        >>> gate_edges(network, torch.ones(1, 3)).edges
+        [('0', 'm0'), ('0', 'output'), ('m0', 'output')]
+
+    References:
+        Bhaskar, Wettig, Friedman, Chen (2024), arXiv:2406.16778, section 3, with contributions at a corrupted input;
+        Goldowsky-Dill et al. (2023), arXiv:2304.05969, for path patching.
+    """
     check_given(network)
     refuse_wrapped(network)
     if gates := gate_names(network):
@@ -48,7 +100,15 @@ def gate_edges(network: nn.Module, example: Example, corrupted: Example | None =
 
 
 class NetworkEdges(nn.Module):
-    """What :func:`gate_edges` returns."""
+    """A network with a gate on each edge, as :func:`gate_edges` makes it.
+
+    Attributes:
+        network: the network itself.
+        gate: its gates, an :class:`~pyro_l0.nn.L0Gate` of the site ``"edges"``.
+        edges: names of writer and reader, in the order of the gates.
+        modules_of: by name of a writer or reader, the path of a module in it.
+        width: the size of the stream's last dimension.
+    """
 
     def __init__(self, network: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         super().__init__()
