@@ -194,7 +194,7 @@ def main(options: Options) -> dict[str, dict[int, list[tuple[float, str]]]]:
                 kl, shares = zip(*found, strict=True)
                 spread = f" ± {statistics.stdev(kl):.3f}" if len(kl) > 1 else ""
                 print(f"{n:>5}   {method:<10}   {statistics.mean(kl):.3f}{spread:<10}   {', '.join(shares)}")
-        frame = edges.to_frame().assign(gate=gated[options.edges[0]])
+        frame = edges.to_frame().assign(gate=gated[options.edges[0]].numpy())
         save_figure(plot_circuit(frame, known=known), options.out / "circuit_edges.png")
         means = {
             method: [[*found], [statistics.mean(kl for kl, _ in x) for x in found.values()]]

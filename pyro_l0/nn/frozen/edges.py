@@ -42,17 +42,17 @@ def gate_edges(network: nn.Module, example: Example, corrupted: Example | None =
     where c are the writers' contributions and :math:`\tilde c` those at a corrupted input, or 0. Norms in front of a
     reader act on what it sees. So open edges leave the network as it is, and closing one is path patching.
 
-    Streams are found in what the network computes at the example, in evaluation mode and thus without dropout: a stream
-    is a sum with a summand that products with weights compute from an earlier part of the sum. Writers and readers are
-    named after layers and heads, ``"a0.h1"`` and ``"a0.h1<q>"``, feed-forward and other blocks ``"m0"``; what writes
-    without reading, and norms between two streams (in BERT), after their modules. The output is ``"output"``. Heads that
-    share keys or values have one reader of these, ``"a0.h0-1<k>"``. Where a norm is behind the sum over heads, as in
-    Gemma 2, or they are not split otherwise, the attention is one writer. Biases of output projections always pass.
+    Streams are found in what the network computes at the example, in evaluation mode and thus without dropout: a
+    stream is a sum with a summand that products with weights compute from an earlier part of the sum. Writers and
+    readers are named after layers and heads, ``"a0.h1"`` and ``"a0.h1<q>"``, feed-forward and other blocks ``"m0"``;
+    what writes without reading, and norms between two streams (in BERT), after their modules. The output is
+    ``"output"``. Heads that share keys or values have one reader of these, ``"a0.h0-1<k>"``. Where a norm is behind the
+    sum over heads, as in Gemma 2, the attention is one writer. Biases of output projections always pass.
 
     All gates are one site, ``"edges"``: ``SparsityTarget(NetworkGates(edges), 0.1, lambda z: z["edges"].sum(),
-    steps=1000, pretrained=True)`` leaves a tenth of the edges open, and several budgets are met in one run. Weights with
-    gradients train as well; ``network.requires_grad_(False)`` saves that. A step's memory is about that of the network,
-    as readings run again in the backward pass; second derivatives are refused.
+    steps=1000, pretrained=True)`` leaves a tenth of the edges open, and several budgets are met in one run. Weights
+    with gradients train as well; ``network.requires_grad_(False)`` saves that. Readings run again in the backward pass,
+    so that a step needs about one and a half times the network's memory; second derivatives are refused.
 
     Args:
         network: any network of batch-first tensors with a residual stream; it is neither changed nor copied.

@@ -4,11 +4,11 @@
 each seed says how many of these were found. Ends with 1 if one is missing. Ten minutes on one core.
 
 ``induction``: a GPT-2 and a Llama of two layers learn to continue repeated random text; closed edges pass what is
-written at other texts. A row for each network and number of edges has the KL from the network to the circuit on new texts, in
-nats a token, of gates (all budgets in one run for each seed), of attribution patching of the answer's logit ("patching",
-Syed et al., 2023, arXiv:2310.10348) and of gradients of the KL at five inputs between the corrupted and the clean one
-("integrated", EAP-IG of Hanna et al., 2024, arXiv:2403.17806). A difference above one standard deviation is a win or a
-loss of the gates. Twenty minutes on one core.
+written at other texts. A row for each network and number of edges has the KL from the network to the circuit on new
+texts, in nats a token, of gates (all budgets in one run for each seed), of attribution patching of the answer's logit
+("patching", Syed et al., 2023, arXiv:2310.10348) and of gradients of the KL at five inputs between the corrupted and
+the clean one ("integrated", EAP-IG of Hanna et al., 2024, arXiv:2403.17806). A difference above one standard deviation
+is a win or a loss of the gates. Several minutes a network and seed on one core.
 
 ``memory``: peak memory of a step with gradients, of a frozen GPT-2 of 12 layers with 12 heads by its inputs and of its
 edges by their gates. Ends with 1 if the second is more than three times the first. A minute.
