@@ -123,6 +123,7 @@ class NetworkEdges(nn.Module):
         self.gate = L0Gate(len(self.edges), init_jitter=0.0).to(device)
         self.gate.site_name = "edges"
         self._corrupted: list[Tensor] | None = None
+        self._shapes: list[tuple[int, ...]] = []
 
     def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
         """The network's outputs with a draw of the gates, or in evaluation mode with the test gates."""
@@ -140,12 +141,17 @@ class NetworkEdges(nn.Module):
             The tensor that the network returns, or a tuple of all tensors in it, in their order.
 
         Raises:
-            ValueError: ``z`` has another shape, the call has other edges than the example, or the corrupted input is of
-                another size.
+            ValueError: ``z`` has another shape, the call has other edges than the example, or the corrupted input has
+                other shapes.
         """
         if z.dim() not in (1, 2) or z.shape[-1] != len(self.edges):
             raise ValueError(
                 f"Expected gates of shape ({len(self.edges)},) or (batch, {len(self.edges)}), but got {tuple(z.shape)}."
+            )
+        if self._corrupted is not None and self._shapes != _shapes(args, kwargs):
+            raise ValueError(
+                f"Expected a call of the corrupted input's shapes, {self._shapes}, but got {_shapes(args, kwargs)}; call "
+                "corrupt for inputs of these shapes first."
             )
         outputs, _ = self._run(z, args, kwargs, self._corrupted)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -155,10 +161,11 @@ class NetworkEdges(nn.Module):
         """Let closed edges pass what writers contribute at another input, until the next call of this method.
 
         Args:
-            args: what the network takes, with as many examples as in later calls, or one.
+            args: what the network takes, in the shapes of later calls.
             kwargs: its keywords.
         """
         _, self._corrupted = self._run(torch.ones(len(self.edges)), args, kwargs, None)
+        self._shapes = _shapes(args, kwargs)
 
     def _run(
         self, z: Tensor, args: _Args, kwargs: _Kwargs, corrupted: list[Tensor] | None
@@ -243,6 +250,10 @@ def _key(args: _Args, kwargs: _Kwargs) -> str:
     return repr(tree_map(lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x, (args, kwargs)))
 
 
+def _shapes(args: _Args, kwargs: _Kwargs) -> list[tuple[int, ...]]:
+    return [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
 class _OtherBranchError(Exception):
     """A number that the network's code asked for is another one than when it was recorded."""
 
@@ -300,7 +311,7 @@ class _Plan:
 
         def add(write: Write) -> None:
             x = tensor(write.source)
-            sources[write] = x if corrupted is None else _less(x, corrupted[self._writes.index(write)])
+            sources[write] = x if corrupted is None else x - corrupted[self._writes.index(write)]
 
         for write in self._writes:
             if write.value not in self.streams.makers:
@@ -391,16 +402,6 @@ def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, *others:
     if factors.dim() == 2:
         return (torch.tensordot(factors, x, 1),)
     return (torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:])),)
-
-
-def _less(x: Tensor, corrupted: Tensor) -> Tensor:
-    """The difference of a writer's source and that at a corrupted input."""
-    if corrupted.dim() != x.dim() or any(n not in (1, m) for n, m in zip(corrupted.shape, x.shape, strict=True)):
-        raise ValueError(
-            f"Expected a corrupted input of the size of the call's, or one example, but writers have tensors of shape "
-            f"{tuple(corrupted.shape)} at it, and {tuple(x.shape)} at the call's; call corrupt anew."
-        )
-    return x - corrupted
 
 
 def _benchmark_names(writer: str, reader: str) -> list[str]:

@@ -391,7 +391,12 @@ class Streams:
 
     def _read(self, stream: Value) -> None:
         """Find what reads a sum, or a tensor that a stream starts with."""
-        leaves = dict.fromkeys(self._leaves.get(stream, [stream]))
+        leaves = self._leaves.get(stream, [stream])
+        if len(set(leaves)) < len(leaves):
+            raise ValueError(
+                f"Expected sums of different tensors, but one in {self.makers[stream].path or 'the network'!r} has a "
+                "tensor twice; multiply it by 2 before it is added."
+            )
         writes = tuple(self.writes[x] for x in leaves)
         if stream.is_output:
             self.readings[stream] = self._reading(stream, writes, None, [("output", None)])

@@ -80,7 +80,7 @@ def compiled(make: type[Compiled], seed: int, steps: int) -> tuple[set[tuple[str
         ids = texts(len(z))
         return (edges.at(z, ids) - network(ids))[make.counts(ids)].square().sum(-1).mean()
 
-    (kept,) = circuits(edges, [len(make.known)], steps, 64, loss).values()
+    (kept,) = circuits(edges, [len(make.known)], steps, 256, loss).values()
     return {edge for edge, z in zip(edges.edges, kept, strict=True) if z}, make.known
 
 
@@ -91,7 +91,10 @@ def run_compiled(seeds: list[int], steps: int) -> int:
         for seed in seeds:
             kept, known = compiled(make, seed, steps)
             missing += len(known - kept)
-            print(f"{make.__name__:<10} seed {seed}: {len(kept & known)} of {len(known)} edges, {sorted(kept - known)}")
+            print(
+                f"{make.__name__:<10} seed {seed}: {len(kept & known)} of {len(known)} edges, {sorted(kept - known)}",
+                flush=True,
+            )
     return int(missing > 0)
 
 
@@ -244,7 +247,7 @@ def main() -> int:
     parser.add_argument("--of", choices=["network", "edges"], help="measure one in this process")
     options = parser.parse_args()
     if options.part == "compiled":
-        return run_compiled(options.seeds, options.steps or 600)
+        return run_compiled(options.seeds, options.steps or 1000)
     if options.part == "induction":
         return run_induction(options.networks, options.seeds, options.edges, options.steps or 900)
     if options.of is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LENGTH = 7  # positions: one for the begin, and at most six tokens
+LENGTH = 5  # positions: one for the begin, and at most four letters
 BEGIN, PAD, LETTERS = 0, 1, 3
 WORDS = 2 + LETTERS
 HEADS, HEAD = 2, 8  # heads a layer, and entries of each
@@ -161,7 +161,7 @@ class Share(Compiled):
 
 
 def texts(number: int) -> Tensor:
-    """The begin, from one to six letters and padding, shape ``(number, LENGTH)``."""
+    """The begin, from one to four letters and padding, shape ``(number, LENGTH)``."""
     letters = torch.randint(PAD + 1, WORDS, (number, LENGTH))
     letters[:, 0] = BEGIN
     return letters.where(torch.arange(LENGTH) <= torch.randint(1, LENGTH, (number, 1)), PAD)

@@ -206,6 +206,32 @@ def test_a_convolutional_network():
     torch.testing.assert_close(edges.at(torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]), x), expected)
 
 
+def test_activations_in_place():
+    """A stream may begin anew by an activation in place of a sum, as in ResNet."""
+    torch.manual_seed(0)
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 2)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = F.relu(x + F.relu(block(x), inplace=True), inplace=True)
+            return self.head(x)
+
+    network, x = Residual().double(), torch.randn(3, 4, dtype=torch.float64)
+    edges = gate_edges(network, x)
+    z = torch.ones(len(edges.edges))
+    torch.testing.assert_close(edges.at(z, x), network(x))
+    closed = [k for k, (writer, _) in enumerate(edges.edges) if writer == "m0"]
+    assert len(closed) == 1
+    z[closed] = 0.0
+    hidden = F.relu(x)  # without the first block
+    expected = network.head(F.relu(hidden + F.relu(network.blocks[1](hidden))))
+    torch.testing.assert_close(edges.at(z, x), expected)
+
+
 def test_copies_and_states(network, ids):
     """A copy has gates and a network of its own, and records it when it is called."""
     edges = gate_edges(network, ids, ids.flip(0))
@@ -252,6 +278,12 @@ class _Branching(Network):
         return self.out(self.norm(x))
 
 
+class _Twice(Network):
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.out(x + F.relu(self.blocks[0].up(x))[..., :8] + x)
+
+
 class _Shared(Network):
     """Both heads read the same entries of one projection."""
 
@@ -275,6 +307,7 @@ class _Shared(Network):
         (_gated, "Expected a network without gates, but it has '1'"),
         (lambda: (_Random(), torch.zeros(1, 3, dtype=torch.long)), "what draws random numbers"),
         (lambda: (_Branching(), torch.zeros(1, 3, dtype=torch.long)), "chooses between branches"),
+        (lambda: (_Twice(), torch.zeros(1, 3, dtype=torch.long)), "has a tensor twice; multiply it by 2"),
         (lambda: (_Shared(), torch.zeros(1, 3, dtype=torch.long)), "but heads share some of linear in mix"),
         (lambda: (Network(), [torch.zeros(1, 3, dtype=torch.long)] * 2), "Expected an example of one call, but got 2"),
     ],
@@ -290,7 +323,9 @@ def test_refusals_later(network, ids):
     edges = gate_edges(network, ids, ids[:2])
     with pytest.raises(ValueError, match=r"Expected gates of shape \(46,\) or \(batch, 46\), but got \(3,\)"):
         edges.at(torch.ones(3), ids)
-    with pytest.raises(ValueError, match="Expected a corrupted input of the size of the call's"):
+    with pytest.raises(
+        ValueError, match=r"Expected a call of the corrupted input's shapes, \[\(2, 4\)\], but got \[\(3, 4\)\]"
+    ):
         edges.at(torch.ones(46), ids)
     network.norm = nn.LayerNorm(8).double()
     with pytest.raises(ValueError, match="'norm' has changed since"):
