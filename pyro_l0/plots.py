@@ -6,18 +6,19 @@ readers can tell the colours apart, and markers and lines survive a greyscale pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
+    import pandas as pd  # an extra
     from matplotlib.axes import Axes  # an extra
 
     from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = ["plot_credible_sets", "plot_density", "plot_gates", "plot_inclusion"]
+__all__ = ["plot_circuit", "plot_credible_sets", "plot_density", "plot_gates", "plot_inclusion"]
 
 Array = NDArray[np.float64]
 # Okabe and Ito's palette; neighbours differ in lightness.
@@ -93,6 +94,49 @@ def plot_gates(
     if shape is not None:
         axes.set(xticks=[], yticks=[])
     axes.set_title(f"{name}: {opened} of {values.size} open" if name else f"{opened} of {values.size} open")
+    return axes
+
+
+def plot_circuit(
+    edges: pd.DataFrame, *, known: Collection[tuple[str, str]] | None = None, axes: Axes | None = None
+) -> Axes:
+    """Draw the open edges of a network, from what writes first, at the bottom, to its output.
+
+    Args:
+        edges: :meth:`NetworkEdges.to_frame() <pyro_l0.nn.frozen.NetworkEdges.to_frame>`, or its columns ``"writer"``,
+            ``"reader"`` and ``"gate"``. Rows whose gate is 0 are not drawn.
+        known: writers and readers of edges that are drawn in another colour, such as those of a known circuit.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes, whose title counts the open edges. A query, key or value stands below its head.
+    """
+    level_of = dict[str, int]()  # of writers, the heads of an attention on one, in the order of their readers
+    rows = [(str(w), str(r), bool(z)) for w, r, z in zip(edges.writer, edges.reader, edges.gate, strict=True)]
+    drawn = [(writer, reader) for writer, reader, is_open in rows if is_open]
+    nodes = dict.fromkeys([*(x for x, *_ in rows), *(x.partition("<")[0] for _, x, _ in rows)])
+    for name in nodes:
+        level_of.setdefault(name.partition(".h")[0], len(level_of))
+    levels = {name: level_of[name.partition(".h")[0]] for name in nodes}
+    used = {x.partition("<")[0] for edge in drawn for x in edge}
+    axes = _new_axes(figsize=(7, 6)) if axes is None else axes
+    places = dict[str, tuple[float, float]]()
+    for level in sorted({levels[x] for x in used}):
+        beside = [x for x in nodes if levels[x] == level and x in used]
+        places |= {x: (k - (len(beside) - 1) / 2, float(level)) for k, x in enumerate(beside)}
+    for name, (across, up) in places.items():
+        axes.text(across, up, name, ha="center", va="center", bbox={"boxstyle": "round", "fc": "white"}, zorder=3)
+    for writer, reader in drawn:
+        head, _, letters = reader.partition("<")
+        across, up = places[head]
+        across += 0.24 * ("qkv".index(letters[0]) - 1) if letters else 0.0
+        colour = COLOURS[0] if known is None or (writer, reader) in known else COLOURS[4]
+        arrow = {"arrowstyle": "->", "color": colour, "shrinkA": 12, "shrinkB": 12}
+        axes.annotate("", (across, up), places[writer], arrowprops=arrow)
+    sides = [across for across, _ in places.values()] or [0.0]
+    axes.set(xlim=(min(sides) - 0.7, max(sides) + 0.7), ylim=(-0.5, len(level_of) - 0.5))
+    axes.set_title(f"{len(drawn)} of {len(rows)} edges")
+    axes.axis("off")
     return axes
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn import L0Gate, NetworkGates, insert_gates
-from pyro_l0.nn.lora import compact_lora_ranks, gate_lora_ranks
+from pyro_l0.nn.frozen.lora import compact_lora_ranks, gate_lora_ranks
 
 # What peft and its users have to call with transformers 5.23, which renames it.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.* is deprecated:FutureWarning")

@@ -1,0 +1,421 @@
+"""Gates on the edges between what writes to a network's residual streams and what reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_l0.nn.calls import record_example, refuse_wrapped
+from pyro_l0.nn.engine.record import Example, Operation, Value, calls_of, example_of
+from pyro_l0.nn.frozen.streams import Reading, Streams, Tensors, Write, is_close, repeat
+from pyro_l0.nn.gate import check_given, gate_names
+from pyro_l0.nn.l0_gate import L0Gate
+
+if TYPE_CHECKING:
+    import pandas as pd  # an extra
+
+__all__ = ["NetworkEdges", "gate_edges"]
+
+_Args = tuple[object, ...]
+_Kwargs = dict[str, Any]
+
+
+def gate_edges(network: nn.Module, example: Example, corrupted: Example | None = None) -> NetworkEdges:
+    r"""Put a gate on each edge between what writes to a network's residual streams and what reads them.
+
+    A writer is what is added to a stream: an embedding, a head of attention, another block. A reader is what reads it:
+    queries, keys and values of a head, another block, the output. Reader r sees the stream x of what wrote before it as
+
+    .. math:: x + \sum_w (z_{rw} - 1) (c_w - \tilde c_w),
+
+    where c are the writers' contributions and :math:`\tilde c` those at a corrupted input, or 0. Norms in front of a
+    reader act on what it sees. So open edges leave the network as it is, and closing one is path patching.
+
+    Streams are found in what the network computes at the example, in evaluation mode and thus without dropout: a
+    stream is a sum with a summand that products with weights compute from an earlier part of the sum. Writers and
+    readers are named after layers and heads, ``"a0.h1"`` and ``"a0.h1<q>"``, feed-forward and other blocks ``"m0"``;
+    what writes without reading, and norms between two streams (in BERT), after their modules. The output is
+    ``"output"``. Heads that share keys or values have one reader of these, ``"a0.h0-1<k>"``. Where a norm is behind the
+    sum over heads, as in Gemma 2, the attention is one writer. Biases of output projections always pass.
+
+    All gates are one site, ``"edges"``: ``SparsityTarget(NetworkGates(edges), 0.1, lambda z: z["edges"].sum(),
+    steps=1000, pretrained=True)`` leaves a tenth of the edges open, and several budgets are met in one run. Weights
+    with gradients train as well; ``network.requires_grad_(False)`` saves that. Readings run again in the backward pass,
+    so that a step needs about one and a half times the network's memory; second derivatives are refused.
+
+    Args:
+        network: any network of batch-first tensors with a residual stream; it is neither changed nor copied.
+        example: what it is called with, once, as for :func:`~pyro_l0.nn.insert_gates`. Calls of other sizes are
+            recorded when they come, as are those for which the network's code takes another branch.
+        corrupted: an input at which closed edges take contributions, until :meth:`NetworkEdges.corrupt` gives another.
+
+    Returns:
+        A module that is called as the network is, and returns its tensors.
+
+    Raises:
+        ValueError: the network has no residual stream, has gates, adds to a stream in place, branches on what it
+            computes from one, or draws random numbers in evaluation mode; an operation reads two sums; heads share
+            entries of a projection; or the example is of several calls.
+        TypeError: ``network`` is not a module, or one of ``torch.compile`` or of data parallelism.
+
+    Example:
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.inner = nn.Linear(2, 2)
+        ...
+        ...     def forward(self, x):
+        ...         return x + self.inner(x).relu()
+        >>> network = nn.Sequential(nn.Linear(3, 2), Block(), nn.Linear(2, 1))
+        >>> gate_edges(network, torch.ones(1, 3)).edges
+        [('0', 'm0'), ('0', 'output'), ('m0', 'output')]
+
+    References:
+        Bhaskar, Wettig, Friedman, Chen (2024), arXiv:2406.16778, section 3, with contributions at a corrupted input;
+        Goldowsky-Dill et al. (2023), arXiv:2304.05969, for path patching.
+    """
+    check_given(network)
+    refuse_wrapped(network)
+    if gates := gate_names(network):
+        raise ValueError(f"Expected a network without gates, but it has {next(iter(gates))!r}; gate its edges first.")
+    calls = [calls_of(example_of(x, network)) for x in (example, corrupted) if x is not None]
+    if any(len(call) != 1 for call in calls):
+        raise ValueError(f"Expected an example of one call, but got {max(map(len, calls))}; give one of them.")
+    edges = NetworkEdges(network, *calls[0][0])
+    if corrupted is not None:
+        args, kwargs = calls[1][0]
+        edges.corrupt(*args, **kwargs)
+    return edges
+
+
+class NetworkEdges(nn.Module):
+    """A network with a gate on each edge, as :func:`gate_edges` makes it.
+
+    Attributes:
+        network: the network itself.
+        gate: its gates, an :class:`~pyro_l0.nn.L0Gate` of the site ``"edges"``.
+        edges: names of writer and reader, in the order of the gates.
+        modules_of: by name of a writer or reader, the path of a module in it.
+        width: the size of the stream's last dimension.
+    """
+
+    def __init__(self, network: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        super().__init__()
+        self.network = network
+        self._plans = dict[str, _Plan]()
+        self._plans[_key(args, kwargs)] = plan = self._plan(args, kwargs)
+        streams = plan.streams
+        self.edges = streams.edges
+        self.modules_of = streams.modules
+        self.width = streams.width
+        device = next((x.device for x in network.parameters()), None)
+        self.gate = L0Gate(len(self.edges), init_jitter=0.0).to(device)
+        self.gate.site_name = "edges"
+        self._corrupted: list[Tensor] | None = None
+        self._shapes: list[tuple[int, ...]] = []
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        """The network's outputs with a draw of the gates, or in evaluation mode with the test gates."""
+        return self.at(self.gate(), *args, **kwargs)
+
+    def at(self, z: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        """The network's outputs with gates at given values, differentiable in these.
+
+        Args:
+            z: gates, shape ``(edges,)``, or ``(batch, edges)`` for gates of each example.
+            args: what the network takes.
+            kwargs: its keywords.
+
+        Returns:
+            The tensor that the network returns, or a tuple of all tensors in it, in their order.
+
+        Raises:
+            ValueError: ``z`` has another shape, the call has other edges than the example, or the corrupted input has
+                other shapes.
+        """
+        if z.dim() not in (1, 2) or z.shape[-1] != len(self.edges):
+            raise ValueError(
+                f"Expected gates of shape ({len(self.edges)},) or (batch, {len(self.edges)}), but got {tuple(z.shape)}."
+            )
+        if self._corrupted is not None and self._shapes != _shapes(args, kwargs):
+            raise ValueError(
+                f"Expected a call of the corrupted input's shapes, {self._shapes}, but got {_shapes(args, kwargs)}; call "
+                "corrupt for inputs of these shapes first."
+            )
+        outputs, _ = self._run(z, args, kwargs, self._corrupted)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    @torch.no_grad()
+    def corrupt(self, *args: object, **kwargs: object) -> None:
+        """Let closed edges pass what writers contribute at another input, until the next call of this method.
+
+        Args:
+            args: what the network takes, in the shapes of later calls.
+            kwargs: its keywords.
+        """
+        _, self._corrupted = self._run(torch.ones(len(self.edges)), args, kwargs, None)
+        self._shapes = _shapes(args, kwargs)
+
+    def _run(
+        self, z: Tensor, args: _Args, kwargs: _Kwargs, corrupted: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs, and the sources of all writers; recorded anew for calls of other sizes, and for other branches."""
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        key = _key(args, kwargs)
+        plan = self._plans.get(key)
+        if plan is not None:
+            plan.streams.recording.check(self.network)
+            try:
+                return plan.run(given, z, corrupted)
+            except _OtherBranchError:
+                pass
+        plan = self._plans[key] = self._plan(args, kwargs)
+        if plan.streams.edges != self.edges:
+            raise ValueError(
+                f"Expected calls with the {len(self.edges)} edges of the example, but this one has others; gate the "
+                "edges by an example of such calls."
+            )
+        return plan.run(given, z, corrupted)
+
+    def _plan(self, args: _Args, kwargs: _Kwargs) -> _Plan:
+        """A plan for calls of the sizes of one, whose outputs with open edges are those of the network."""
+        if args and kwargs:
+            args, kwargs = (), {**dict(zip(signature(self.network.forward).parameters, args, strict=False)), **kwargs}
+        return _Plan(Streams(record_example(self.network, args or kwargs)))
+
+    def to_frame(self) -> pd.DataFrame:
+        """A table with a row for each edge (needs pandas): writer and reader, their modules, gate and P(z != 0)."""
+        import pandas as pd  # an extra
+
+        names = {"writer": [x for x, _ in self.edges], "reader": [x for _, x in self.edges]}
+        modules = {f"{of}_module": [self.modules_of[x] for x in column] for of, column in names.items()}
+        gates = {"gate": self.gate.test_gate.tolist(), "active_prob": self.gate.active_prob.tolist()}
+        return pd.DataFrame(names | modules | gates)
+
+    def save_scores(self, path: str | Path, scores: Tensor | None = None) -> None:
+        """Write scores of edges as the evaluation of the Mechanistic Interpretability Benchmark reads them, in JSON.
+
+        What writes before the first layer is its one ``input``, with the sum of scores. An edge to keys or values that
+        heads share is there for each of these heads. Edges whose test gate is not 0 are marked as in the circuit.
+
+        Args:
+            path: the file, ending in ``.json``.
+            scores: shape ``(edges,)``, such as gradients of a loss by the gates; by default P(z != 0).
+
+        Raises:
+            ValueError: there are readers or writers other than heads and feed-forward blocks, as in BERT, or another
+                number of scores.
+
+        References:
+            Mueller et al. (2025), arXiv:2504.13151; the format is that of Hanna et al. (2024), arXiv:2403.17806.
+        """
+        scores = self.gate.active_prob if scores is None else scores
+        if scores.shape != self.gate.shape:
+            raise ValueError(f"Expected {len(self.edges)} scores, but got a tensor of shape {tuple(scores.shape)}.")
+        found = dict[str, dict[str, Any]]()
+        for (writer, reader), score, gate in zip(self.edges, scores.tolist(), self.gate.test_gate, strict=True):
+            for name in _benchmark_names(writer, reader):
+                edge = found.setdefault(name, {"score": 0.0, "in_graph": False})
+                edge["score"] += score
+                edge["in_graph"] |= bool(gate != 0)
+        layers, heads = (1 + max(int(x) for name in found for x in re.findall(rf"{c}(\d+)", name)) for c in "mh")
+        nodes = ["input", *(f"a{k}.h{h}" for k in range(layers) for h in range(heads))]
+        nodes += [f"m{k}" for k in range(layers)]
+        in_circuit = {name.partition("->")[0] for name, edge in found.items() if edge["in_graph"]}
+        sizes = {"n_layers": layers, "n_heads": heads, "d_model": self.width}
+        content = {
+            "cfg": sizes | {"parallel_attn_mlp": "a0.h0->m0" not in found},
+            "nodes": {x: {"in_graph": x in in_circuit} for x in nodes} | {"logits": {"in_graph": True}},
+            "edges": found,
+        }
+        Path(path).write_text(json.dumps(content))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_plans": {}}  # which hold parameters and functions of torch
+
+
+def _key(args: _Args, kwargs: _Kwargs) -> str:
+    """What calls that run by one plan have in common."""
+    return repr(tree_map(lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x, (args, kwargs)))
+
+
+def _shapes(args: _Args, kwargs: _Kwargs) -> list[tuple[int, ...]]:
+    return [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
+class _OtherBranchError(Exception):
+    """A number that the network's code asked for is another one than when it was recorded."""
+
+
+class _Plan:
+    """Runs the recorded operations of a network, in which readers see what the gates of their edges let pass."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self._call = streams.recording.calls[0]
+        self._writes = list(streams.writes.values())
+        self._asked: list[object] | None = None  # what the network's code asked for
+        self._last = self._last_uses()
+        given = [x.tensor.detach() for x in self._call.inputs]
+        with torch.no_grad(), torch.random.fork_rng({x.device for x in given if x.is_cuda}):
+            torch.manual_seed(torch.initial_seed() + 1)  # other random numbers than those of the recorded call
+            outputs, _ = self.run(given, torch.ones(len(streams.edges)), None)
+        for x, value in zip(outputs, self._call.outputs, strict=True):
+            if not is_close(x, value.tensor.detach()):
+                raise ValueError(
+                    "Expected outputs that stay as they are while all edges are open, but they change by up to "
+                    f"{float((x - value.tensor).detach().abs().max()):.1e}; leave out of the network what draws random "
+                    "numbers in evaluation mode or changes its own tensors."
+                )
+        for value in streams.makers:  # of what was recorded only sizes and strides stay
+            value.tensor = torch.empty_strided(value.shape, value.tensor.stride(), dtype=value.dtype, device="meta")
+
+    def _last_uses(self) -> dict[Operation, list[Value]]:
+        """By operation, the values that no later one needs, but for what the gates multiply."""
+        last = dict[Value, Operation]()
+        for operation in self.streams.operations:
+            reading = self.streams.readings.get(operation)
+            inputs = list(operation.inputs if reading is None else reading.inputs)
+            inputs += [
+                x for write in self._writes if write.value in operation.made for x in (write.source, *write.others)
+            ]
+            last |= dict.fromkeys(inputs, operation)
+        kept = set(self._call.outputs)
+        found = defaultdict[Operation, list[Value]](list)
+        for value, operation in last.items():
+            if value in self.streams.makers and value not in kept:
+                found[operation].append(value)
+        return found
+
+    def run(
+        self, given: Sequence[Tensor], z: Tensor, corrupted: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs, and the sources of all writers."""
+        values = dict(zip(self._call.inputs, given, strict=True))
+        sources, asked = dict[Write, Tensor](), list[object]()  # sources less the corrupted ones
+
+        def tensor(value: Value) -> Tensor:
+            is_made = value in self.streams.makers or value.is_input
+            return values[value] if is_made else value.tensor
+
+        def add(write: Write) -> None:
+            x = tensor(write.source)
+            sources[write] = x if corrupted is None else x - corrupted[self._writes.index(write)]
+
+        for write in self._writes:
+            if write.value not in self.streams.makers:
+                add(write)
+        by_value = {write.value: write for write in self._writes}
+        for operation in self.streams.operations:
+            reading = self.streams.readings.get(operation)
+            made = repeat(operation, tensor) if reading is None else self._read(reading, tensor, sources, z)
+            if not operation.made:
+                asked += made
+            for value, x in zip(operation.outputs, made, strict=True):
+                if value is not None:
+                    assert isinstance(x, Tensor)
+                    values[value] = x
+                    if value in by_value:
+                        add(by_value[value])
+            for value in self._last[operation]:
+                del values[value]
+        self._asked = asked if self._asked is None else self._asked
+        if asked != self._asked:
+            raise _OtherBranchError
+        readings = [self.streams.readings.get(x) for x in self._call.outputs]
+        ends = zip(self._call.outputs, readings, strict=True)
+        outputs: Any = [tensor(x) if r is None else self._read(r, tensor, sources, z)[0] for x, r in ends]
+        return outputs, [sources[write] for write in self._writes]
+
+    def _read(self, reading: Reading, tensor: Tensors, sources: Mapping[Write, Tensor], z: Tensor) -> Sequence[object]:
+        """What the operation of a reading makes of the sums that its readers see."""
+
+        def compute(z: Tensor, *given: Tensor) -> tuple[object, ...]:
+            own = dict(zip(reading.inputs, given, strict=False))
+            sums, start = own[reading.stream][None], 0
+            factors = (z[..., reading.edges] - 1).to(sums)
+            for write, source in zip(reading.writes, given[len(own) :], strict=True):
+                end = start + len(write.writers)
+                others = [own[x] for x in write.others]
+                sums = (
+                    sums
+                    + _again(partial(_weighted, write, reading.stream.rank), factors[..., start:end], source, *others)[
+                        0
+                    ]
+                )
+                start = end
+            return tuple(reading.results(sums, own.__getitem__))
+
+        given = [*map(tensor, reading.inputs), *(sources[write] for write in reading.writes)]
+        return _again(compute, z, *given)
+
+
+def _again(compute: Callable[..., tuple[Any, ...]], *given: Tensor) -> tuple[Any, ...]:
+    """What a function makes of tensors, without keeping what its backward pass needs: it runs again there."""
+    return cast(tuple[Any, ...], _Again.apply(compute, *given))  # type: ignore[no-untyped-call]
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., tuple[object, ...]], *given: Tensor) -> tuple[object, ...]:
+        ctx.compute = compute
+        ctx.save_for_backward(*given)
+        return compute(*given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        given = [x.detach().requires_grad_(y) for x, y in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            made = zip(ctx.compute(*given), grads, strict=True)
+        pairs = [(x, y) for x, y in made if y is not None and isinstance(x, Tensor) and x.requires_grad]
+        outputs, slopes = zip(*pairs, strict=True)
+        inputs = [x for x in given if x.requires_grad]
+        found = iter(torch.autograd.grad(outputs, inputs, slopes, allow_unused=True))
+        return None, *(next(found) if y else None for y in needed)
+
+
+def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, *others: Tensor) -> tuple[Tensor]:
+    """What writers add, each with a factor, summed for each reader; shape ``(readers, *shape)``.
+
+    Args:
+        write: the writers.
+        rank: of the sums, the examples in front, to which tensors of fewer dimensions are broadcast.
+        factors: shape ``(readers, writers)``, or with the examples in front.
+        source: what contributions are computed from.
+        others: likewise, as ``write.others``.
+    """
+    x = write.contributions(source, dict(zip(write.others, others, strict=True)).__getitem__)
+    x = x.reshape(len(x), *[1] * (rank + 1 - x.dim()), *x.shape[1:])
+    if factors.dim() == 2:
+        return (torch.tensordot(factors, x, 1),)
+    return (torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:])),)
+
+
+def _benchmark_names(writer: str, reader: str) -> list[str]:
+    """The edges of the benchmark's graph that an edge is."""
+    is_block = re.fullmatch(r"a\d+\.h\d+|m\d+", writer)
+    heads = re.fullmatch(r"(a\d+\.h)(\d+)(?:-(\d+))?(<[qkv]>)", reader)
+    is_other = not heads and not re.fullmatch(r"m\d+|output", reader)
+    if is_other or (not is_block and re.fullmatch(r"a\d+.*|m\d+.*|.*#\d+", writer)):
+        raise ValueError(
+            f"Expected edges between heads, feed-forward blocks and the output, but there is one from {writer!r} to "
+            f"{reader!r}, which the benchmark does not know; use to_frame() instead."
+        )
+    source = writer if is_block else "input"
+    if not heads:
+        return [f"{source}->{'logits' if reader == 'output' else reader}"]
+    front, first, last, letter = heads.groups()
+    return [f"{source}->{front}{h}{letter}" for h in range(int(first), int(last or first) + 1)]

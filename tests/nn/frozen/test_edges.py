@@ -1,0 +1,49 @@
+"""Gates on edges: open ones change nothing, and a closed one is path patching by hand, in each architecture."""
+
+import pytest
+import torch
+
+from pyro_l0.nn.frozen import gate_edges
+from tests.nn.frozen.circuits import NETWORKS, PATHS, WORDS, patched, small
+
+transformers = pytest.importorskip("transformers")
+transformers.GPT2LMHeadModel  # noqa: B018  # whose import takes seconds, which are no test's
+
+
+def texts(seed, *shape):
+    return torch.randint(WORDS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_open_edges_are_the_network(name, attention):
+    """At the example, and at texts of another size."""
+    if (name, attention) == ("gemma2", "sdpa"):
+        pytest.skip("transformers has no such attention for Gemma 2")
+    network = small(transformers, name)
+    network.set_attn_implementation(attention)
+    edges = gate_edges(network, {"input_ids": texts(0, 2, 5)})
+    for ids in (texts(1, 2, 5), texts(2, 3, 7)):
+        logits = edges.at(torch.ones(len(edges.edges)), input_ids=ids)
+        torch.testing.assert_close(logits, network(input_ids=ids)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_closed_edges_are_patched_paths(name):
+    """Each edge of the second layer and some others; 1e-10 is far below the change that each makes."""
+    network, ids = small(transformers, name), texts(0, 2, 5)
+    edges = gate_edges(network, {"input_ids": ids})
+    whole = network(input_ids=ids)[0]
+    chosen = [k for k, (_, reader) in enumerate(edges.edges) if k % 3 == 0 or reader == "output"]
+    for corrupted in (None, texts(1, 2, 5)):
+        if corrupted is not None:
+            edges.corrupt(input_ids=corrupted)
+        for k in chosen:
+            z = torch.ones(len(edges.edges), dtype=torch.float64)
+            z[k] = 0.0
+            expected = patched(network, name, ids, edges.edges[k], corrupted)
+            torch.testing.assert_close(
+                edges.at(z, input_ids=ids), expected, rtol=1e-10, atol=1e-10, msg=str(edges.edges[k])
+            )
+            is_same = corrupted is not None and edges.edges[k][0] == "transformer.wpe"  # positions are the same
+            assert is_same or float((expected - whole).abs().max()) > 1e-5, edges.edges[k]
