@@ -150,8 +150,8 @@ class NetworkEdges(nn.Module):
             )
         if self._corrupted is not None and self._shapes != _shapes(args, kwargs):
             raise ValueError(
-                f"Expected a call of the corrupted input's shapes, {self._shapes}, but got {_shapes(args, kwargs)}; call "
-                "corrupt for inputs of these shapes first."
+                f"Expected a call of the corrupted input's shapes, {self._shapes}, but got {_shapes(args, kwargs)}; "
+                "call corrupt for inputs of these shapes first."
             )
         outputs, _ = self._run(z, args, kwargs, self._corrupted)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -291,7 +291,8 @@ class _Plan:
                 x for write in self._writes if write.value in operation.made for x in (write.source, *write.others)
             ]
             last |= dict.fromkeys(inputs, operation)
-        kept = set(self._call.outputs)
+        ends = [self.streams.readings.get(x) for x in self._call.outputs]
+        kept = {*self._call.outputs, *(x for reading in ends if reading is not None for x in reading.inputs)}
         found = defaultdict[Operation, list[Value]](list)
         for value, operation in last.items():
             if value in self.streams.makers and value not in kept:
@@ -346,15 +347,10 @@ class _Plan:
             sums, start = own[reading.stream][None], 0
             factors = (z[..., reading.edges] - 1).to(sums)
             for write, source in zip(reading.writes, given[len(own) :], strict=True):
-                end = start + len(write.writers)
-                others = [own[x] for x in write.others]
-                sums = (
-                    sums
-                    + _again(partial(_weighted, write, reading.stream.rank), factors[..., start:end], source, *others)[
-                        0
-                    ]
-                )
-                start = end
+                weigh = partial(_weighted, write, reading.stream.rank)
+                own_factors = factors[..., start : start + len(write.writers)]
+                (more,) = _again(weigh, own_factors, source, *(own[x] for x in write.others))
+                sums, start = sums + more, start + len(write.writers)
             return tuple(reading.results(sums, own.__getitem__))
 
         given = [*map(tensor, reading.inputs), *(sources[write] for write in reading.writes)]

@@ -30,11 +30,11 @@ def test_open_edges_are_the_network(name, attention):
 
 @pytest.mark.parametrize("name", PATHS)
 def test_closed_edges_are_patched_paths(name):
-    """Each edge of the second layer and some others; 1e-10 is far below the change that each makes."""
+    """Every fourth edge, and all to the output; 1e-10 is far below the change that each makes."""
     network, ids = small(transformers, name), texts(0, 2, 5)
     edges = gate_edges(network, {"input_ids": ids})
     whole = network(input_ids=ids)[0]
-    chosen = [k for k, (_, reader) in enumerate(edges.edges) if k % 3 == 0 or reader == "output"]
+    chosen = [k for k, (_, reader) in enumerate(edges.edges) if k % 4 == 0 or reader == "output"]
     for corrupted in (None, texts(1, 2, 5)):
         if corrupted is not None:
             edges.corrupt(input_ids=corrupted)
@@ -47,3 +47,15 @@ def test_closed_edges_are_patched_paths(name):
             )
             is_same = corrupted is not None and edges.edges[k][0] == "transformer.wpe"  # positions are the same
             assert is_same or float((expected - whole).abs().max()) > 1e-5, edges.edges[k]
+
+
+def test_calls_with_padding():
+    """Without a mask, with one of ones, for which transformers branches, and with padding."""
+    network = small(transformers, "llama")
+    ids, mask = texts(0, 2, 5), torch.ones(2, 5, dtype=torch.long)
+    edges = gate_edges(network, {"input_ids": ids, "attention_mask": mask})
+    padded = mask.clone()
+    padded[1, :2] = 0
+    for given in ({"attention_mask": mask}, {"attention_mask": padded}, {"attention_mask": mask}, {}):
+        logits = edges.at(torch.ones(len(edges.edges)), input_ids=ids, **given)
+        torch.testing.assert_close(logits, network(input_ids=ids, **given)[0], rtol=1e-12, atol=1e-12)

@@ -206,6 +206,29 @@ def test_a_convolutional_network():
     torch.testing.assert_close(edges.at(torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]), x), expected)
 
 
+def test_sums_as_outputs(ids):
+    """A network may return its stream itself."""
+
+    class Bare(Network):
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = block(x)
+            return x, self.out(x)
+
+    network = Bare().double().requires_grad_(False).eval()
+    edges = gate_edges(network, ids)
+    assert [writer for writer, reader in edges.edges if reader == "output"] == [
+        *("embedding", "a0.h0", "a0.h1", "m0", "a1.h0", "a1.h1", "m1")
+    ]
+    z = torch.tensor([float(edge != ("m1", "output")) for edge in edges.edges])
+    stream, logits = edges.at(z, ids)
+    x = network.blocks[0](network.embedding(ids))
+    middle = x + network.blocks[1].attention(*[network.blocks[1].norm(x)] * 3)[0]
+    torch.testing.assert_close(stream, middle, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits, network.out(middle), rtol=1e-10, atol=1e-10)
+
+
 def test_activations_in_place():
     """A stream may begin anew by an activation in place of a sum, as in ResNet."""
     torch.manual_seed(0)
