@@ -136,7 +136,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     for_examples = extras["examples"] - {"safetensors", "matplotlib"}
     assert for_examples <= imported("examples") <= core | extras["examples"] | tools
     assert imported("tests") <= core.union(
-        *(extras[name] for name in ("examples", "export", "selection", "bench", "rivals", "test"))
+        *(extras[name] for name in ("examples", "export", "selection", "hugging-face", "bench", "rivals", "test"))
     )
 
 

@@ -100,9 +100,10 @@ def test_everything_that_an_estimator_does(family):
     means = np.broadcast_to(family.mean(predictors, **own), predictors.shape)
     np.testing.assert_allclose(once.predict(x), means.mean(0), rtol=0.1, atol=0.05)
     mean, sd = once.predict(x, return_std=True)
-    # Of the fit's own draws, which may have far tails, each forty times; the fit has one observation of each.
+    # Of the fit's own draws, which may have far tails, each forty times; the fit has one observation of each, so that a
+    # tail may double the deviation at a point.
     replicated = np.concatenate([family.sample(predictors, rng, **own) for _ in range(40)])
-    np.testing.assert_allclose(sd, replicated.std(0), rtol=0.25)
+    assert np.median(np.abs(sd / replicated.std(0) - 1)) < 0.1
     assert (np.abs(mean - replicated.mean(0)) < 6 * sd / np.sqrt(200)).all()
     lower, upper = once.predict_quantiles(x, [0.1, 0.9]).T
     inside = (replicated >= lower) & (replicated <= upper)
