@@ -100,5 +100,5 @@ def test_where_it_applies():
     assert not is_augmented(design_of(x, y, "poisson").problem)
     assert not is_augmented(design_of(x, y, "categorical").problem)
     assert not is_augmented(design_of(x, y, "bernoulli", weight=np.full(20, 0.5)).problem)
-    wide = np.random.default_rng(0).normal(size=(20, 500))  # a sweep of 64 chains took 17 s
+    wide = np.random.default_rng(0).normal(size=(20, 500))  # a sweep of 64 chains took 40 s
     assert not is_augmented(design_of(wide, y, "bernoulli").problem)
