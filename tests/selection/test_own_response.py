@@ -100,8 +100,8 @@ def test_everything_that_an_estimator_does(family):
     means = np.broadcast_to(family.mean(predictors, **own), predictors.shape)
     np.testing.assert_allclose(once.predict(x), means.mean(0), rtol=0.1, atol=0.05)
     mean, sd = once.predict(x, return_std=True)
-    # Of the fit's own draws, each forty times; the fit has one observation of each. The relative error of a deviation is
-    # that of 2,000 draws with the fourth moment that is found: tails may be far.
+    # Of the fit's own draws, each forty times; the fit has one observation of each. The relative error of a deviation
+    # is that of 2,000 draws with the fourth moment that is found: tails may be far.
     replicated = np.concatenate([family.sample(predictors, rng, **own) for _ in range(40)])
     fourth = ((replicated - replicated.mean(0)) ** 4).mean(0) / replicated.var(0) ** 2
     error = np.sqrt((fourth - 1) / (4 * 2000))
