@@ -45,7 +45,8 @@ class Location:
 class Suggestions(Mapping[str, L0Gate]):
     """What :func:`~pyro_l0.nn.suggest_gates` returns: gates by module path, for :func:`~pyro_l0.nn.insert_gates`.
 
-    It prints as a table.
+    It prints as a table, in which locations that are coupled with one another, as on a residual stream, have the number
+    of their group: a unit leaves where it is closed behind all of them.
 
     Attributes:
         locations: of each suggested module its ``path``, its ``gate``, the ``weights`` and ``macs`` that a closed unit
@@ -77,10 +78,12 @@ class Suggestions(Mapping[str, L0Gate]):
         return len(self._gates)
 
     def __str__(self) -> str:
-        rows = [("behind", "gate", "weights/unit", "macs/unit", "parameters", "coupled with")]
+        rows = [("behind", "gate", "weights/unit", "macs/unit", "coupled", "parameters")]
+        groups = (group for group in _together(self.locations) if len(group) > 1)
+        group_of = {at.path: f"group {number}" for number, group in enumerate(groups, 1) for at in group}
         for at in self.locations:
             numbers = f"{at.weights:,.0f}", f"{at.macs:,.0f}"
-            rows.append((at.path, str(at.gate), *numbers, _few(at.parameters), _few(at.coupled)))
+            rows.append((at.path, str(at.gate), *numbers, group_of.get(at.path, ""), _few(at.parameters)))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         if not self.locations:
@@ -112,8 +115,8 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> print(suggest_gates(net, torch.ones(1, 2)))
-        behind  gate                             weights/unit  macs/unit  parameters                  coupled with
-        1       L0Gate(3, dim=-1, HardConcrete)  3             3          0.bias, 0.weight, 2.weight
+        behind  gate                             weights/unit  macs/unit  coupled  parameters
+        1       L0Gate(3, dim=-1, HardConcrete)  3             3                   0.bias, 0.weight, 2.weight
         no gate behind 2: it makes the network's output
     """
     calls = follow_calls(network, example)

@@ -83,6 +83,15 @@ def test_places_of_a_residual_stream_share_a_gate():
     assert gate_names(again)["act.1"] is not gate_names(gated)["act.1"]  # each network has gates of its own
 
 
+def test_coupled_places_have_the_number_of_their_group():
+    rows = {line.split()[0]: line for line in str(suggest_gates(residual(), IMAGE)).splitlines()}
+    assert {path: "group 1" in rows[path] for path in ("act", "outer", "relu")} == {
+        "act": True,
+        "outer": True,
+        "relu": False,
+    }
+
+
 def basic_block():
     """As in torchvision's ResNets: one activation in place for both calls, and a sum in place."""
 
@@ -206,7 +215,7 @@ def test_attention_and_places_that_are_refused():
     text = str(found)
     assert "out reads 4 heads: gate_heads(network, {'out': 4})" in text
     assert "no gate behind act: it is called 2 times, on different units" in text
-    assert " ".join(text.splitlines()[0].split()) == "behind gate weights/unit macs/unit parameters coupled with"
+    assert " ".join(text.splitlines()[0].split()) == "behind gate weights/unit macs/unit coupled parameters"
 
 
 def test_a_network_where_no_gate_cuts_anything():
