@@ -10,7 +10,8 @@ memory.
 
 Designs take turns, data set by data set, those of 10,000 features first, and every fit appends a line to the file, from
 which the next call goes on. --seeds N data sets of each design (50), of which those of 100,000 features have ten;
---seconds ends the runs after so many; --show prints the tables of what is there; --quick takes one data set of each design of 10,000 features.
+--seconds ends the runs after so many; --show prints the tables of what is there; --quick takes one data set of each
+design of 10,000 features.
 """
 
 from __future__ import annotations
