@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain, count
 from typing import Any, ClassVar
@@ -46,9 +47,10 @@ def module_at(
     network: nn.Module, path: str, what: str, can_be: Callable[[nn.Module], bool] = lambda module: True
 ) -> nn.Module:
     """The module at a path inside of a network; an error names others, of which ``can_be`` says whether they fit."""
+    if path:
+        with suppress(AttributeError):
+            return network.get_submodule(path)
     modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
-    if path and path in modules:
-        return modules[path]
     others = [name for name, module in modules.items() if name and can_be(module)]
     close = get_close_matches(path, others, n=3) or [name for name in others if "." not in name] or others
     raise ValueError(
