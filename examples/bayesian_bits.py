@@ -88,6 +88,7 @@ def main(options: Options) -> dict[str, dict[str, float]]:
         )
         trained = [p for name, p in net.named_parameters() if name.endswith(("log_scale", "logits"))]
         optimiser = torch.optim.Adam(trained, LEARNING_RATE)
+        command.plan(options.steps)
         fit(net, images, options.steps, optimiser, lambda: bayes.kl(net))
 
         active = active_weights(net, images.train_x[:2])

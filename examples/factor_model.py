@@ -84,6 +84,7 @@ def main(options: Options) -> dict[int, list[Run]]:
     """Print the table; returns the trainings of each seed, the best first, and the full model's at the end."""
     command.check(options)
     results = {}
+    command.plan(len(options.seeds) * (MOST + 1) * options.steps)  # at most
     for seed in options.seeds:
         data, runs = make_data(seed), list[Run]()
         while len(runs) < RUNS or (len(runs) < MOST and bool((shared(runs[0].support) > MIXED).any())):
@@ -160,6 +161,7 @@ def train(data: Data, seed: int, steps: int, is_full: bool = False) -> Run:
         optimiser.step()
         schedule.step()
         losses[step] = loss.detach()
+        command.advance()
     drawn = Predictive(model, guide=guide, num_samples=DRAWS, return_sites=("numbers", "counts"))()
     means = [drawn[name].mean(0).reshape(ROWS, COLUMNS) for name in ("numbers", "counts")]
     errors = (torch.stack(means, 1) - torch.stack([data.numbers, data.counts], 1)).abs()

@@ -7,9 +7,10 @@ The gates z train with A and B until of eight ranks of a layer one is left on av
 one in each layer, and AdaLoRA (Zhang et al., 2023, arXiv:2303.10512) with as many ranks in the end, after as many
 steps. Every adapter is saved, loaded by ``PeftModel.from_pretrained`` and merged into the frozen network.
 
-``pip install peft transformers`` first. ``python examples/lora_rank.py`` takes about four minutes on one core and
-writes ``lora_rank.png`` to ``--out``. Expect a test loss of 0.374 ± 0.063 by gates, 0.367 ± 0.033 by AdaLoRA and
-0.424 ± 0.016 by equal ranks on rotated images, and 0.181 ± 0.014, 0.163 ± 0.010 and 0.278 ± 0.010 on renamed classes.
+``pip install peft transformers`` first. ``python examples/lora_rank.py`` takes a minute and a half on one core and
+writes ``lora_rank.png`` to ``--out``. With ``--seeds 0 1 2`` expect a test loss of 0.374 ± 0.063 by gates, 0.367 ±
+0.033 by AdaLoRA and 0.424 ± 0.016 by equal ranks on rotated images, and 0.181 ± 0.014, 0.163 ± 0.010 and 0.278 ± 0.010
+on renamed classes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")  # of each block,
 RANK = 8  # of every layer at the start
 GATED = 0.6  # of the steps, for gates and AdaLoRA; the rest trains the ranks that are left
 BATCH = 64
+LEARNING = 600  # steps in which the network learns the digits
 NOISE = 0.2  # on the pixels while training
 LEARNING_RATE = 0.02  # of adapters; at seed 100 the best of .02, .03 and .06, for gates of .01 to .03
 KINDS = ("all ranks", "equal ranks", "AdaLoRA", "gates")
@@ -68,7 +70,7 @@ class Options:
     """
 
     steps: int = 600
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0,)
     rank: Literal[1, 2, 4] = 1
     out: Path = field(default=Path("runs/lora_rank"))
 
@@ -89,6 +91,7 @@ def main(options: Options) -> dict[tuple[str, str], list[Result]]:
     results: dict[tuple[str, str], list[Result]] = {key: [] for key in itertools.product(TASKS, KINDS)}
     with command.folder(options.out), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft, about names that transformers renames and AdaLoRA's empty layers
+        command.plan(len(options.seeds) * (LEARNING + len(results) * options.steps))
         for seed in options.seeds:
             network = _learn_digits(train, seed)
             for task, kind in results:
@@ -117,7 +120,7 @@ def _libraries() -> tuple[Any, Any]:
     return peft, transformers
 
 
-def _learn_digits(train: Examples, seed: int, steps: int = 600) -> nn.Module:
+def _learn_digits(train: Examples, seed: int) -> nn.Module:
     """A transformer over the 16 patches of an image that knows its digits."""
     _, transformers = _libraries()
     torch.manual_seed(seed)
@@ -125,7 +128,7 @@ def _learn_digits(train: Examples, seed: int, steps: int = 600) -> nn.Module:
     image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": CLASSES}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     network: nn.Module = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **image, **dropout))
-    _train(network, train, steps, 3e-3)
+    _train(network, train, LEARNING, 3e-3)
     return network
 
 
@@ -183,6 +186,7 @@ def _train(
             target.ascend()
         if allocate:
             allocate(step)
+        command.advance()
 
 
 def _images(x: Tensor) -> Tensor:

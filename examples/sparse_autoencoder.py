@@ -6,7 +6,7 @@ moves the price of L1 until it has as many.
 ``superposition`` sums about 3 of 64 features, whose directions have 24 dimensions: one is recovered if a column of the
 decoder has a cosine above 0.9 with it. ``activations`` are the second hidden layer of an MLP that learns digits.
 
-``python examples/sparse_autoencoder.py --seeds 1`` takes a minute on one core. Writes a picture to ``--out``.
+``python examples/sparse_autoencoder.py`` takes a minute on one core. Writes a picture to ``--out``.
 Sources: arXiv:2404.16014, 2407.14435 (L0 and gated units), 2406.04093 (top-k), 2209.10652 (superposition).
 """
 
@@ -51,7 +51,7 @@ class Options:
     """
 
     steps: int = 3000
-    seeds: tuple[int, ...] = (1, 2, 3)
+    seeds: tuple[int, ...] = (1,)
     out: Path = field(default=Path("runs/sparse_autoencoder"))
 
 
@@ -75,6 +75,7 @@ def main(options: Options) -> dict[tuple[str, str], list[Row]]:
     command.check(options)
     rows: dict[tuple[str, str], list[Row]] = {}
     with command.folder(options.out):
+        command.plan(len(options.seeds) * 2 * len(METHODS) * options.steps)
         for seed in options.seeds:
             torch.manual_seed(seed)
             for name, data in {"superposition": superposition(), "activations": activations(options.steps)}.items():
@@ -169,6 +170,7 @@ def train(method: str, data: Data, steps: int) -> Autoencoder:
         optimiser.zero_grad()
         ((reconstruction - x).square().sum(1).mean() + price * price_of).backward()
         optimiser.step()
+        command.advance()
         if gate is not None:
             target.ascend()
         network.decoder.weight.data = F.normalize(

@@ -12,7 +12,7 @@ All train for equal steps on the same batches. The table shows bounds on log p(x
 and that of many draws (IWAE: Burda et al. 2016, arXiv:1509.00519). A latent is active if its posterior mean varies by
 more than 0.01 over the test images, as there.
 
-``python examples/vae_latents.py`` takes two minutes on scikit-learn's digits; ``--data mnist --steps 20000`` takes an
+``python examples/vae_latents.py`` takes a minute on scikit-learn's digits; ``--data mnist --steps 20000`` takes an
 hour. It writes ``vae_latents.png`` to ``--out``: what each latent of the last model draws.
 """
 
@@ -64,7 +64,7 @@ class Options:
     data_dir: Path | None = None
     steps: int = 600
     draws: int = 100
-    seeds: tuple[int, ...] = (1, 2, 3)
+    seeds: tuple[int, ...] = (1,)
     out: Path = field(default=Path("runs/vae_latents"))
 
 
@@ -83,6 +83,7 @@ def main(options: Options) -> dict[str, list[Result]]:
     test = torch.bernoulli(images.test_x, generator=torch.Generator().manual_seed(0))
     results: dict[str, list[Result]] = {name: [] for name in KINDS}
     with command.folder(options.out):
+        command.plan(len(KINDS) * len(options.seeds) * options.steps)
         print("latents                      ELBO                IWAE bound          active            zero, %")
         for name, kind in KINDS.items():
             for seed in options.seeds:
@@ -173,6 +174,7 @@ def fit(vae: Vae, train: Tensor, steps: int, seed: int) -> None:
         vae(torch.bernoulli(batch, generator=noise)).backward()
         optimiser.step()
         schedule.step()
+        command.advance()
 
 
 @torch.no_grad()

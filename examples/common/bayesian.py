@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import command
 from common.data import Images
 from common.paths import OpenUnits
 
@@ -58,5 +59,6 @@ def fit(
             optimiser.step()
             schedule.step()
         step += len(x) // batch
+        command.advance(len(x) // batch)
         after()
     net.eval()

@@ -20,13 +20,26 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["RULES", "advise", "answer_signals", "began", "check", "folder", "require_checkpoint", "run"]
+__all__ = [
+    "RULES",
+    "advance",
+    "advise",
+    "answer_signals",
+    "began",
+    "check",
+    "folder",
+    "plan",
+    "require_checkpoint",
+    "run",
+]
 
 Options = TypeVar("Options")
 
 _advice = ""
 _ending = False
 _start: float | None = None  # of a script, on the clock of time.perf_counter
+_about = ""  # what a script does, and how long that takes
+_bar: Any = None  # how far the run is
 
 Rule = tuple[str, Callable[[Any], bool]]  # the end of "Expected epochs ...", and whether a value is as expected
 LARGEST = 1e6  # of a factor; more than anybody means, and far from what overflows float32
@@ -78,12 +91,59 @@ def advise(advice: str) -> None:
     _advice = _advice or advice
 
 
+def plan(number: int, unit: str = "step") -> None:
+    """Say what the run does, and show from now on how much is done: by a bar on a terminal, else by ten lines.
+
+    A script calls it once, and :func:`advance` whenever some of the number is done.
+    """
+    global _bar
+    if not _is_first():
+        return
+    if _about:
+        _say(_about)
+    if os.isatty(2):
+        from tqdm import tqdm
+
+        _bar = tqdm(total=number, unit=unit, leave=False)
+    else:
+        _bar = _Lines(number, unit)
+
+
+def advance(number: int = 1) -> None:
+    """So much of what was planned is done."""
+    if _bar is not None:
+        _bar.update(number)
+
+
+class _Lines:
+    """What tqdm is on a terminal, as lines."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self.total, self.unit, self.done, self.start = total, unit, 0, time.perf_counter()
+
+    def update(self, number: int) -> None:
+        """Count, and print at each tenth."""
+        tenths = 10 * self.done // self.total
+        self.done = min(self.done + number, self.total)
+        if 10 * self.done // self.total > tenths:
+            left = (time.perf_counter() - self.start) * (self.total / self.done - 1)
+            _say(f"{self.done} of {self.total} {self.unit}s, {left:.0f} s left")
+
+
+def _summary(description: str) -> str:
+    """The first sentence of a script's description, and the one that says what its command takes."""
+    first, *others = re.split(r"(?<=[.?;]) ", " ".join(description.replace("``", "").split()))
+    return " ".join([first, *(x for x in others if x.startswith("python examples/") and " take" in x)][:2])
+
+
 def run(main: Callable[[Options], Any], options: type[Options], description: str | None) -> None:
     """Call a script's main function with the options of the command line; what it refuses is one line.
 
     The status is 2 for a bad value or a missing file, and 1 for a full disk, too little memory or a training that
     diverged. Other exceptions are mistakes in the program and keep their traceback.
     """
+    global _about
+    _about = _summary(description or "")
     try:
         main(_parse(options, description))
         for number in (signal.SIGINT, signal.SIGTERM):  # all is done and written; Python needs a moment to end

@@ -174,3 +174,14 @@ def test_every_number_has_a_range(script, monkeypatch, tmp_path):
         for value in bad:
             with pytest.raises(ValueError, match=f"Expected {name} "):
                 module.main(module.Options(**{name: value}))
+
+
+def test_a_run_says_what_it_does_and_how_far_it_is(monkeypatch, capfd):
+    monkeypatch.setattr(command, "_bar", None)
+    monkeypatch.setattr(command, "_about", command._summary("Counts.\n\n``python examples/x.py`` takes\na second. No."))
+    command.plan(20, "run")
+    for _ in range(20):
+        command.advance()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].endswith("Counts. python examples/x.py takes a second.")
+    assert [line.split(": ", 1)[1].split(",")[0] for line in lines[1:]] == [f"{2 * k} of 20 runs" for k in range(1, 11)]
