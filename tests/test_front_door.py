@@ -135,7 +135,7 @@ def imported(folder):
                 names.update(alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module.split(".")[0])
-    folders = [ROOT / "examples", ROOT / "docs", ROOT / "tests" / "bench"]
+    folders = [ROOT / "examples", ROOT / "docs", ROOT / "tests" / "bench", ROOT / "tools"]
     scripts = [script for scripts in folders for script in scripts.rglob("*.py")]
     own = {path.stem for path in scripts} | {"common", "pyro_l0", "tests"}
     known = {
