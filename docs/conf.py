@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import tempfile
-from importlib.util import find_spec
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from sphinx.util import logging
 sys.path.insert(0, str(Path(__file__).parent))
 
 from inventories import write_inventories
-from run_code import BLOCK, missing, pages
+from run_code import BLOCK, can_import, missing, pages
 
 from pyro_l0 import __version__
 
@@ -47,6 +47,9 @@ html_static_path = ["static"]
 html_css_files = ["style.css"]
 html_search_scorer = str(Path(__file__).parent / "search.js")
 html_title = f"pyro_l0 {release}"
+_SETTINGS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+if _REPOSITORY := _SETTINGS["tool"]["release"]["repository"]:
+    html_theme_options = {"source_repository": _REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 
 # A class has a page, with its own methods and those that it inherits here, but not those of these classes.
 _OTHERS = """Module PyroModule AutoGuide AutoGuideList ELBO Distribution TorchDistributionMixin Reparam Callback
@@ -56,8 +59,8 @@ autosummary_context = {"others": ", ".join(_OTHERS.split())}
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-# Extras, which need not be installed where the docs are built.
-autodoc_mock_imports = [name for name in ("lightning", "transformers") if find_spec(name) is None]
+# Extras, which need not be installed where the docs are built, nor fit the torch that is.
+autodoc_mock_imports = [name for name in ("lightning", "transformers") if not can_import(name)]
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 strip_signature_backslash = True  # without it, attributes lose the underscore at their end

@@ -17,6 +17,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +44,7 @@ OPTIONAL = {
     "sklearn": "sklearn",
     "transformers": "transformers",
 }
+LATE = {"transformers": "Trainer"}  # what a library that imports its parts when they are used needs all of torch for
 
 
 class Program(NamedTuple):
@@ -85,8 +88,28 @@ def first_cell(page: Path) -> str:
 
 
 def missing(code: str) -> list[str]:
-    """The optional libraries that a program or a page needs and that are not installed."""
-    return sorted({name for text, name in OPTIONAL.items() if text in code and find_spec(name) is None})
+    """The optional libraries that a program or a page needs, and that can't be imported."""
+    return sorted({name for text, name in OPTIONAL.items() if text in code and not can_import(name)})
+
+
+@cache
+def can_import(library: str) -> bool:
+    """Whether an optional library is installed, and works: built for another torch, it raises anything on import.
+
+    What such an import leaves behind is taken away, so that Sphinx can mock it.
+    """
+    if find_spec(library) is None:
+        return False
+    before = set(sys.modules)
+    try:
+        getattr(import_module(library), LATE.get(library, "__name__"))
+    except Exception as error:
+        print(f"{library} is installed, but can't be imported, and counts as missing: {error}", file=sys.stderr)
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] == library:
+                del sys.modules[name]
+        return False
+    return True
 
 
 def run(program: Program, python: Path | None = None) -> subprocess.CompletedProcess[str]:

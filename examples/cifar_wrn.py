@@ -39,14 +39,11 @@ from common.plots import plot_history
 from common.residual import ResidualNetwork, wide_resnet
 from common.sweep import write_json
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.compaction.storage import Compacted
+from pyro_l0.compaction import Compacted, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import NetworkCost
-from pyro_l0.nn.gate import name_gates
-from pyro_l0.nn.square_norms import square_norms
-from pyro_l0.training import process_group
-from pyro_l0.training.processes import average_gradients, processes, rank
+from pyro_l0.nn import NetworkCost, name_gates, square_norms
+from pyro_l0.training import average_gradients, process_group
+from pyro_l0.training.processes import processes, rank
 
 __all__ = ["Options", "PlainRun", "Run", "main"]
 

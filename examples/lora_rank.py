@@ -37,7 +37,7 @@ from common.data import load_digits
 from common.figures import figure_axes, plot_bars, save_figure
 from common.sweep import spread
 from pyro_l0.infer import SparsityTarget
-from pyro_l0.nn.frozen.lora import compact_lora_ranks, gate_lora_ranks
+from pyro_l0.nn import compact_lora_ranks, gate_lora_ranks
 
 __all__ = ["Options", "Result", "main"]
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from common.data import load_digits
 from common.figures import figure_axes, plot_bars, plot_curves, save_figure
-from pyro_l0.infer.control.sparsity_target import ActiveTarget
+from pyro_l0.infer import ActiveTarget
 from pyro_l0.nn import L0Gate
 
 __all__ = ["Options", "Row", "main"]

@@ -33,8 +33,7 @@ from common.data import Images, load_digits
 from common.networks import Classifier
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import L0Gate, fix_gates, gate_heads
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn import L0Gate, fix_gates, gate_heads, gate_names, name_gates
 
 __all__ = ["Options", "Row", "VisionTransformer", "main"]
 

@@ -39,7 +39,8 @@ from common.figures import save_figure
 from common.plots import plot_images
 from common.sweep import spread
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer.elbo.estimators import EstimatorName, Estimators, Evaluation, leave_one_out
+from pyro_l0.infer import Estimators
+from pyro_l0.infer.elbo.estimators import EstimatorName, Evaluation, leave_one_out
 
 __all__ = ["Options", "Result", "Vae", "main"]
 

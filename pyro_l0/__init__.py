@@ -15,6 +15,7 @@ from pyro_l0.distributions import (
 
 if TYPE_CHECKING:
     from pyro_l0 import bayes as bayes
+    from pyro_l0 import callbacks as callbacks
     from pyro_l0 import compaction as compaction
     from pyro_l0 import diagnostics as diagnostics
     from pyro_l0 import fast as fast
@@ -41,7 +42,19 @@ __all__ = [
 
 # Parts that are imported when they are first used, so that ``import pyro_l0`` stays quick. They are not in ``__all__``,
 # because a star would put this ``nn`` in the place of torch's.
-_PARTS = ("bayes", "compaction", "diagnostics", "fast", "infer", "nn", "plots", "pruning", "selection", "training")
+_PARTS = (
+    "bayes",
+    "callbacks",
+    "compaction",
+    "diagnostics",
+    "fast",
+    "infer",
+    "nn",
+    "plots",
+    "pruning",
+    "selection",
+    "training",
+)
 # Functions at the top that bring such a part along.
 _FUNCTIONS = {"diagnose": "diagnostics", "prune": "pruning"}
 

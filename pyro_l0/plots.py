@@ -103,7 +103,7 @@ def plot_circuit(
     """Draw the open edges of a network, from what writes first, at the bottom, to its output.
 
     Args:
-        edges: :meth:`NetworkEdges.to_frame() <pyro_l0.nn.frozen.NetworkEdges.to_frame>`, or its columns ``"writer"``,
+        edges: :meth:`NetworkEdges.to_frame() <pyro_l0.nn.NetworkEdges.to_frame>`, or its columns ``"writer"``,
             ``"reader"`` and ``"gate"``. Rows whose gate is 0 are not drawn.
         known: writers and readers of edges that are drawn in another colour, such as those of a known circuit.
         axes: one of matplotlib's axes; a new figure if not given.

@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 # For scripts that a test starts, and read once by the libraries: so before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,16 @@ from pyro_l0.training import Checkpoint
 
 # Several processes that each take every core slow one another down.
 torch.set_num_threads(1)
+
+# A source distribution has no benches, laboratory or tools, and runs no test that reads them.
+_HERE = Path(__file__).parent
+if not (_HERE / "bench").is_dir():
+    _READ = ("from tests.bench", "results_tables.md", "import release")
+    collect_ignore = [
+        str(path)
+        for path in _HERE.rglob("test_*.py")
+        if any(text in path.read_text(encoding="utf-8") for text in _READ)
+    ]
 
 # Seconds of processor time on a quiet machine that a test may take by default, its child processes included.
 LONGEST = 2.0

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from common import command
 from common.data import Images
-from pyro_l0.compaction import Shrinker
-from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction import Plan, Shrinker
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import NetworkCost
 from pyro_l0.training import Checkpoint, epochs

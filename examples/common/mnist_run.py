@@ -17,16 +17,12 @@ from common.data import Images
 from common.gated_run import GatedRun
 from common.networks import FAMILIES, KEEP_RATES, Classifier, FamilyName, NetworkName
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.compaction.shrinker import Replica
-from pyro_l0.compaction.storage import Compacted
-from pyro_l0.diagnostics import diagnose
-from pyro_l0.diagnostics.doctor import Diagnosis
+from pyro_l0.compaction import Compacted, Replica, Shrinker, compact
+from pyro_l0.diagnostics import Diagnosis, diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
-from pyro_l0.nn import NetworkCost
-from pyro_l0.nn.gate import gate_names, name_gates
-from pyro_l0.nn.square_norms import square_norms
-from pyro_l0.training.processes import average_gradients, processes, rank
+from pyro_l0.nn import NetworkCost, gate_names, name_gates, square_norms
+from pyro_l0.training import average_gradients
+from pyro_l0.training.processes import processes, rank
 
 __all__ = ["Options", "Run", "check", "describe"]
 

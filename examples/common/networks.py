@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.mixtures import MixtureGate
+from pyro_l0.distributions import GateDistribution, MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
+from pyro_l0.nn import FAMILIES as PATHWISE
 from pyro_l0.nn import L0Gate
-from pyro_l0.nn.l0_gate import FAMILIES as PATHWISE
 
 __all__ = [
     "FAMILIES",

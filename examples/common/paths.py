@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.bayes.network import BayesianLayer, bayesian_layers
+from pyro_l0.bayes import BayesianLayer
+from pyro_l0.bayes.network import bayesian_layers
+from pyro_l0.nn import GateLayer, gate_names
 from pyro_l0.nn.engine.record import copied
-from pyro_l0.nn.gate import GateLayer, gate_names
 
 __all__ = ["OpenUnits", "WeightGates", "active_weights"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions import GateDistribution
 from pyro_l0.nn import L0Gate
 
 __all__ = ["ResidualNetwork", "wide_resnet"]

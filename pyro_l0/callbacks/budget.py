@@ -61,7 +61,7 @@ class NetworkBudget:
     Args:
         network: the network with L0Gates, part of what the loop trains.
         example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; None if the network is
-            not to be compacted, as after :func:`~pyro_l0.nn.frozen.gate_lora_ranks`.
+            not to be compacted, as after :func:`~pyro_l0.nn.gate_lora_ranks`.
         budget: largest fraction of the full network's cost, in (0, 1), or several, as for
             :class:`~pyro_l0.infer.SparsityTarget`.
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site, or

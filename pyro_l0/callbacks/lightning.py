@@ -24,7 +24,7 @@ class BudgetCallback(NetworkBudget, Callback):
         network: the network with L0Gates, an attribute of the module or part of one. If it is the module itself, the
             result is only in ``compacted``.
         example, budget, cost, pretrained, at_least, multiple_of: as for
-            :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
+            :class:`~pyro_l0.callbacks.NetworkBudget`.
         on_budget: is called with each budget that is met.
 
     Raises:

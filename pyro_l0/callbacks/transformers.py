@@ -30,7 +30,7 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
     Args:
         trainer: the Trainer of a model with L0Gates.
         example: what the model is called with, such as a dict of ``input_ids`` and ``attention_mask``; None as for
-            :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
+            :class:`~pyro_l0.callbacks.NetworkBudget`.
         budget: largest fraction of the full model's cost, in (0, 1), or several, as for NetworkBudget.
         *args: the cost, as for NetworkBudget.
         **options: of NetworkBudget, such as ``pretrained=True``.

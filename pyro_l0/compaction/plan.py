@@ -355,7 +355,7 @@ class LayerFold:
 class Plan:
     """Which parts of a network compaction keeps, as plain numbers and names.
 
-    :func:`~pyro_l0.compaction.compact` makes it, and :func:`~pyro_l0.compaction.apply.apply_plan` repeats it.
+    :func:`~pyro_l0.compaction.compact` makes it, and :func:`~pyro_l0.compaction.apply_plan` repeats it.
 
     Attributes:
         gates: value of every gate by site.

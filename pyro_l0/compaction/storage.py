@@ -145,7 +145,7 @@ class Compacted:
 
 
 def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
-    """Read a file of :meth:`Compacted.save <pyro_l0.compaction.storage.Compacted.save>`, and check it.
+    """Read a file of :meth:`Compacted.save <pyro_l0.compaction.Compacted.save>`, and check it.
 
     The SHA-256 in the file reveals damage and careless changes. Someone who changes the file on purpose can recompute
     it; the file then holds wrong numbers, but no code.

@@ -524,7 +524,7 @@ def diagnose(
     """Check a training with gates and name what is wrong with it; at any time, and as often as you like.
 
     Only the guide is required; what cannot be checked without the rest is listed in
-    :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.doctor.Diagnosis>`. Nothing is changed: random states, gradients,
+    :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.Diagnosis>`. Nothing is changed: random states, gradients,
     optimisers, modes, BatchNorm's statistics and the objective's step are as before.
 
     ===================================  ====================================================
@@ -549,7 +549,7 @@ def diagnose(
 
     Args:
         guide: the gates' guide, after its first call; an AutoGate, NetworkGates or another
-            :class:`~pyro_l0.infer.guides.parameters.GateGuide`.
+            :class:`~pyro_l0.infer.GateGuide`.
         optimiser: the gates' optimiser, of torch or of Pyro, or a list of all optimisers.
         loss: the loss that is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` is split into data and
             price; the price of other losses cannot be checked. Give it without a wrapper for data parallelism.

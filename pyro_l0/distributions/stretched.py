@@ -88,7 +88,7 @@ def _narrower(x: Stretch, y: Stretch) -> Stretch:
 class QuadratureGate(GateDistribution):
     """A gate whose mean, variance and entropy are quadratures of its cdf and its density.
 
-    A family of your own writes two methods besides those of :class:`~pyro_l0.distributions.gate.GateDistribution`:
+    A family of your own writes two methods besides those of :class:`~pyro_l0.distributions.GateDistribution`:
 
     - ``_integrals(nodes)``: E[z] and E[1 - z], the integrals of P(Z > z) and of the cdf over (0, 1), shape
       ``batch_shape``. Nodes lie on a last dimension, which ``_with_node_dim()`` gives the gate as well: ``nodes.z`` are

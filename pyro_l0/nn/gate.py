@@ -88,7 +88,7 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, GateLayer]:
 
 
 def gate_names(network: nn.Module) -> dict[str, GateLayer]:
-    """The gates of a network by site name, or else by their path in it; see :func:`~pyro_l0.nn.gate.name_gates`.
+    """The gates of a network by site name, or else by their path in it; see :func:`~pyro_l0.nn.name_gates`.
 
     Raises:
         ValueError: two gates have one name.

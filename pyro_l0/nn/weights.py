@@ -25,7 +25,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
     :math:`\lambda \sum P(z \neq 0)` without ``group_size``, and the expected number of weights left is the sum of
     ``guide.posterior()[site].active_prob``.
 
-    Closed weights shrink nothing: :func:`~pyro_l0.nn.weights.fix_weights` writes them as zeros into the dense weight,
+    Closed weights shrink nothing: :func:`~pyro_l0.nn.fix_weights` writes them as zeros into the dense weight,
     which ``weight.to_sparse()`` stores without them. If units have gates too, give
     :func:`~pyro_l0.compaction.compact` the result of ``fix_weights``, with the values of the other gates.
 

@@ -65,7 +65,7 @@ class Training:
         distil: weight and temperature of distillation from the given network, such as ``(0.5, 2.0)``, with gates and
             after the cut; the loss should then be a mean. If outputs are not class logits or targets not integers,
             give a function of the network's and the given one's outputs instead of the temperature; see
-            :class:`~pyro_l0.pruning.phases.Distillation`. With weight 1 and ``loss_fn=None`` it needs no targets.
+            :class:`~pyro_l0.pruning.Distillation`. With weight 1 and ``loss_fn=None`` it needs no targets.
         accumulate: number of batches for each step.
         steps_per_epoch: length of an epoch for a loader without a length, such as a stream. Each epoch continues where
             the last one ended, and the loader starts again at its end. A resumed run skips the batches already taken.

@@ -78,7 +78,7 @@ def prune(
             from one run with gates; a dict gives a budget for each of several costs by name, and all hold.
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable cost of your own, of gates by
             site, or several by name. ``"latency"`` is the time of a call with the example on the device, as
-            :class:`~pyro_l0.pruning.latency.Latency` measures it before the training; the report has the pruned
+            :class:`~pyro_l0.pruning.Latency` measures it before the training; the report has the pruned
             network's.
         epochs: passes over the loader; the last one with gates may be cut short. With several budgets the last part,
             without gates, runs once for each.

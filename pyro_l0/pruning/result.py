@@ -178,7 +178,7 @@ class Pruned:
             evaluation mode.
         report: what was reached, and notes.
         certificate: largest relative difference between the compacted network and the one with fixed gates that it
-            was made from; see :class:`~pyro_l0.compaction.storage.Compacted`.
+            was made from; see :class:`~pyro_l0.compaction.Compacted`.
         history: an entry for every epoch: its number, the steps taken, the mean loss, the fraction of the full
             network's cost, and the error by ``evaluate``.
         plan: which part of every tensor is kept, by the names of the network with gates.

@@ -8,8 +8,15 @@ if find_spec("sklearn") is None:
         "do: pip install scikit-learn tqdm"
     )
 
+from pyro_l0.selection.credible_sets import CredibleSet as CredibleSet
 from pyro_l0.selection.credible_sets import credible_sets
+from pyro_l0.selection.families import Family as Family
+from pyro_l0.selection.methods.enumeration import exact_posterior as exact_posterior
 from pyro_l0.selection.neural import NeuralFeatureSelector
+from pyro_l0.selection.problem import Draws as Draws
+from pyro_l0.selection.problem import Prior as Prior
+from pyro_l0.selection.problem import Problem as Problem
+from pyro_l0.selection.problem import SelectionPosterior as SelectionPosterior
 from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 from pyro_l0.selection.responses import (
     SpikeSlabBinomialRegressor,
@@ -21,6 +28,7 @@ from pyro_l0.selection.responses import (
     SpikeSlabRobust,
 )
 
+# What a star brings; what is imported "as" itself is public, too.
 __all__ = [
     "NeuralFeatureSelector",
     "SpikeSlabBinomialRegressor",

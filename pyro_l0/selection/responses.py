@@ -176,7 +176,7 @@ _RESULTS |= {"log_evidence", "method", "n_features_in", "ok", "pip", "problems",
 class SpikeSlabGLM(SpikeSlabRegression):
     r"""Regression of any response, with coefficients that are exactly zero or not.
 
-    The response is a :class:`~pyro_l0.selection.families.Family`, one of the library's or one of your own: it says how
+    The response is a :class:`~pyro_l0.selection.Family`, one of the library's or one of your own: it says how
     observations depend on the intercept plus X beta. Parameters of the family are learned beside the coefficients by
     exact chains; without any, the posterior is found as that of :class:`SpikeSlabPoissonRegressor`.
 

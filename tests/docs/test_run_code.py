@@ -95,6 +95,22 @@ def test_programs_that_need_an_optional_library_are_left_out(tmp_path, monkeypat
     assert printed.count(": ok") == 1
 
 
+def test_a_library_that_is_installed_and_can_not_be_imported_is_missing(tmp_path, monkeypatch, capsys):
+    """One that was built for another torch; what it leaves behind does not hide Sphinx's mock."""
+    for name in ("breaks", "breaks_later"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.py").write_text("")
+    (tmp_path / "breaks" / "__init__.py").write_text("import breaks.part\nraise RuntimeError('no operator')")
+    late = "def __getattr__(name):\n    raise RuntimeError(f'no {name}')"
+    (tmp_path / "breaks_later" / "__init__.py").write_text(late)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(run_code.LATE, "breaks_later", "Trainer")
+    assert not run_code.can_import("breaks")
+    assert not run_code.can_import("breaks_later")
+    assert "breaks is installed, but can't be imported" in capsys.readouterr().err
+    assert not [name for name in sys.modules if name.startswith("breaks")]
+
+
 LIMIT = 150_000  # characters of Markdown
 
 

@@ -324,7 +324,7 @@ class SparsityTarget(Controller):
 
     Args:
         guide: the gates' guide, after its first call; an AutoGate, or another
-            :class:`~pyro_l0.infer.guides.parameters.GateGuide`. Its gates are opened.
+            :class:`~pyro_l0.infer.GateGuide`. Its gates are opened.
             To resume, make the target first and load the guide's state afterwards.
         budget: largest fraction of the full network's cost, in (0, 1). Several falling ones are met one after the
             other in one run, and each is handed to ``on_budget``. A dict gives a fraction for each of several costs by

@@ -120,10 +120,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             :math:`\sum P(z \neq 0) \tfrac12 \|\theta_g\|^2`; a number or a dict by site. A weight decay w on the mean
             loss of N examples is :math:`N w` here.
         square_norm: for ``weight_decay``, a function per gate site that returns :math:`\|\theta_g\|^2` of every
-            gate's weights; see :func:`pyro_l0.nn.square_norms.square_norms`.
+            gate's weights; see :func:`pyro_l0.nn.square_norms`.
         estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
             ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased), ``"reinmax"`` (less
-            so) or ``"rebar"``; see :class:`~pyro_l0.infer.elbo.estimators.Estimators`.
+            so) or ``"rebar"``; see :class:`~pyro_l0.infer.Estimators`.
         num_particles: draws per step.
         max_plate_nesting: as in Pyro, needed only for ``vectorize_particles``; guessed if not given.
         vectorize_particles: draw the particles in one run: in a plate, as in Pyro; with ``"leave_one_out"`` by
@@ -131,7 +131,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         temper: factor in (0, 1] on the model's side of the log ratio in the gradient of ``"leave_one_out"`` for the
             gates; a number, or a function of the step. Let it rise to 1 over the first third of the training, and the
             gates do not settle before the slabs.
-        extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.elbo.terms.Term`.
+        extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.Term`.
 
     Raises:
         TypeError: an option has the wrong type.

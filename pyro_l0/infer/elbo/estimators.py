@@ -44,7 +44,7 @@ Estimate = tuple[list[Evaluation], Tensor]
 class Estimators:
     """A gradient estimator for binary gates, by name, with what it keeps from step to step.
 
-    Use it as ``L0_ELBO(..., estimator=name)``; :func:`~pyro_l0.diagnostics.gradients.measure_gradient` compares them.
+    Use it as ``L0_ELBO(..., estimator=name)``; :func:`~pyro_l0.diagnostics.measure_gradient` compares them.
 
     Args:
         name: ``"score_function"`` (REINFORCE, with a decaying average of the cost as its baseline), ``"arm"`` (augment,

@@ -66,7 +66,7 @@ def in_log_joint(model: Mapping[str, Site], guide: Mapping[str, Site], slabs: Co
 
 
 class SiteGroup:
-    """Sites that a :class:`~pyro_l0.infer.elbo.terms.Term` takes at once: one, or gates of several drawn jointly.
+    """Sites that a :class:`~pyro_l0.infer.Term` takes at once: one, or gates of several drawn jointly.
 
     Args:
         kind: what the sites are: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"``.
@@ -179,7 +179,7 @@ class Term(NamedTuple):
 
     Attributes:
         name: its name in :meth:`L0_ELBO.terms <pyro_l0.infer.L0_ELBO.terms>`.
-        value: a function of a :class:`~pyro_l0.infer.elbo.terms.SiteGroup` and the objective that returns what these
+        value: a function of a :class:`~pyro_l0.infer.SiteGroup` and the objective that returns what these
             sites add to the loss, in nats, shape ``()``; None for nothing. The loss adds up the values of all groups
             and particles, of which a group may hold several (``vectorize_particles``): a sum over gates is right
             everywhere, and a function of the number of all open gates is not.

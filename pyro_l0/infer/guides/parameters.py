@@ -28,7 +28,7 @@ class GateGuide(Protocol):
 
     :class:`~pyro_l0.infer.SparsityTarget` asks for ``posterior``, ``test_gates`` and ``locations``,
     :class:`~pyro_l0.compaction.Shrinker` for ``posterior`` and ``keep``,
-    :func:`~pyro_l0.diagnostics.gradients.measure_gradient` for a call, ``posterior`` and ``locations``.
+    :func:`~pyro_l0.diagnostics.measure_gradient` for a call, ``posterior`` and ``locations``.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:

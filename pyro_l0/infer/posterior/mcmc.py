@@ -215,7 +215,7 @@ def sample_posterior(
     Bernoulli gates are summed out exactly, all their values in one run of the model under ``torch.vmap``: the sampler
     sees a smooth density of the other latents, and the gates are drawn given those. (Pyro's own enumeration gives all
     gates of a plate one value if the likelihood lies outside of the plate.) Gates with a density between their atoms
-    are reparameterised by :class:`~pyro_l0.infer.reparam.RectifyReparam`. Chains run one after the other, from starts
+    are reparameterised by :class:`~pyro_l0.infer.RectifyReparam`. Chains run one after the other, from starts
     far apart.
 
     Args:

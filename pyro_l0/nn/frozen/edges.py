@@ -100,7 +100,7 @@ def gate_edges(network: nn.Module, example: Example, corrupted: Example | None =
 
 
 class NetworkEdges(nn.Module):
-    """A network with a gate on each edge, as :func:`~pyro_l0.nn.frozen.gate_edges` makes it.
+    """A network with a gate on each edge, as :func:`~pyro_l0.nn.gate_edges` makes it.
 
     Attributes:
         network: the network itself.

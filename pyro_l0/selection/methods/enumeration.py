@@ -54,7 +54,7 @@ def exact_posterior(
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, counts, or survival times, with a
             minus sign where they are censored.
         family: ``"gaussian"``, ``"bernoulli"``, ``"categorical"``, ``"poisson"``, and of survival times ``"breslow"``
-            or ``"efron"``, or a :class:`~pyro_l0.selection.families.Family` without parameters of its own, which are
+            or ``"efron"``, or a :class:`~pyro_l0.selection.Family` without parameters of its own, which are
             sampled and not enumerated.
         rate: this and the next five are as for :class:`~pyro_l0.selection.SpikeSlabRegressor`; a pair of numbers
             gives the parameters of a Beta prior.

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 import causal_graph
-from causal_graph import Linear, Options, Perceptrons, acyclic, find_graph, random_data, structural_distance
+from causal_graph import (
+    Linear,
+    Options,
+    Perceptrons,
+    acyclic,
+    explained,
+    find_graph,
+    random_data,
+    sorted_regressions,
+    structural_distance,
+)
 
 CHAIN = torch.tensor([[0, 1, 0], [0, 0, 1], [0, 0, 0]]).bool()
 
@@ -13,7 +23,7 @@ def test_quick_run(tmp_path, capsys):
     """A printed row and a picture."""
     rows = causal_graph.main(Options(kinds=("linear",), nodes=(3,), steps=5, seeds=(0, 1), out=tmp_path))
     assert list(rows) == [("linear", 3)]
-    assert rows["linear", 3].shape == (2, 2)
+    assert rows["linear", 3].shape == (2, 4)  # edges, and distances of the gates and of both baselines
     assert "linear            3" in capsys.readouterr().out
     assert (tmp_path / "linear-3.png").stat().st_size > 1000
 
@@ -75,6 +85,20 @@ def test_distance_counts_a_turned_edge_once():
     assert structural_distance(CHAIN, CHAIN) == 0
     assert structural_distance(CHAIN.T, CHAIN) == 2
     assert structural_distance(torch.zeros(3, 3).bool(), CHAIN) == 2
+
+
+def test_the_order_of_variances_gives_a_chain_away():
+    """Until variables are standardised; and the R2 is that of a regression."""
+    torch.manual_seed(0)
+    x = torch.randn(2000, 3).double()
+    x[:, 1] += 1.5 * x[:, 0]
+    x[:, 2] += 1.5 * x[:, 1]
+    assert torch.equal(sorted_regressions(x, x.var(0)), CHAIN)
+    assert torch.equal(sorted_regressions(x, -x.var(0)), CHAIN.T)
+    centred = x - x.mean(0)
+    fit = torch.linalg.lstsq(centred[:, :2], centred[:, 2]).solution
+    residual = centred[:, 2] - centred[:, :2] @ fit
+    torch.testing.assert_close(explained(x)[2], 1 - residual.square().sum() / centred[:, 2].square().sum())
 
 
 @pytest.mark.slow
