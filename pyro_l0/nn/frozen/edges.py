@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ __all__ = ["NetworkEdges", "gate_edges"]
 
 _Args = tuple[object, ...]
 _Kwargs = dict[str, Any]
+_Made = TypeVar("_Made")
 
 
 def gate_edges(network: nn.Module, example: Example, corrupted: Example | None = None) -> NetworkEdges:
@@ -52,7 +53,11 @@ def gate_edges(network: nn.Module, example: Example, corrupted: Example | None =
     All gates are one site, ``"edges"``: ``SparsityTarget(NetworkGates(edges), 0.1, lambda z: z["edges"].sum(),
     steps=1000, pretrained=True)`` leaves a tenth of the edges open, and several budgets are met in one run. Weights
     with gradients train as well; ``network.requires_grad_(False)`` saves that. Readings run again in the backward pass,
-    so that a step needs about one and a half times the network's memory; second derivatives are refused.
+    so that a step needs about one and a half times the network's memory.
+
+    In a network that saturates, such as one of hard attention, an edge can be needed although slopes by its gate are
+    nearly always 0. There draw gates of 0 and 1 for each example, ``edges.gate.distribution.sample((n,)) != 0``, and
+    minimise their log probabilities, each times the example's loss less the mean loss.
 
     Args:
         network: any network of batch-first tensors with a residual stream; it is neither changed nor copied.
@@ -157,17 +162,28 @@ class NetworkEdges(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @torch.no_grad()
-    def corrupt(self, *args: object, average: bool = False, **kwargs: object) -> None:
+    def corrupt(self, *args: object, **kwargs: object) -> None:
         """Let closed edges pass what writers contribute at another input, until the next call of this method.
 
         Args:
-            args: what the network takes; in the shapes of later calls, if it is not averaged.
-            average: whether closed edges pass the mean over all dimensions but the last, thus over texts and positions.
+            args: what the network takes, in the shapes of later calls.
             kwargs: its keywords.
         """
-        _, sources = self._run(torch.ones(len(self.edges)), args, kwargs, None)
-        self._corrupted = [x.flatten(0, -2).mean(0) for x in sources] if average else sources
-        self._shapes = None if average else _shapes(args, kwargs)
+        _, self._corrupted = self._run(torch.ones(len(self.edges)), args, kwargs, None)
+        self._shapes = _shapes(args, kwargs)
+
+    def corrupt_to_mean(self, *args: object, **kwargs: object) -> None:
+        """Let closed edges pass the mean of what writers contribute at an input, over all dimensions but the last.
+
+        For texts that is the mean over examples and positions; so an edge from embedded positions matters too.
+
+        Args:
+            args: what the network takes; later calls may have other shapes.
+            kwargs: its keywords.
+        """
+        self.corrupt(*args, **kwargs)
+        self._corrupted = [x.flatten(0, -2).mean(0) for x in self._corrupted or ()]
+        self._shapes = None
 
     def _run(
         self, z: Tensor, args: _Args, kwargs: _Kwargs, corrupted: list[Tensor] | None
@@ -327,28 +343,30 @@ class _Plan:
 
     def _read(self, reading: Reading, tensor: Tensors, sources: Mapping[Write, Tensor], z: Tensor) -> Sequence[object]:
         """What the operation of a reading makes of the sums that its readers see."""
+        own = {x: tensor(x) for x in reading.inputs}
+        given = [*own.values(), *(sources[x] for x in reading.writes)] if torch.is_grad_enabled() else []
+        versions = [x._version for x in given]
 
-        def compute(z: Tensor, *given: Tensor) -> tuple[object, ...]:
-            own = dict(zip(reading.inputs, given, strict=False))
+        def compute() -> Sequence[object]:
+            if versions != [x._version for x in given]:
+                raise RuntimeError("Expected tensors as they were read, but one has been changed in place since.")
             sums, start = own[reading.stream][None], 0
             factors = (z[..., reading.edges] - 1).to(sums)
-            for write, source in zip(reading.writes, given[len(own) :], strict=True):
-                weigh = partial(_weighted, write, reading.stream.rank)
-                own_factors = factors[..., start : start + len(write.writers)]
-                (more,) = _again(weigh, own_factors, source, *(own[x] for x in write.others))
-                sums, start = sums + more, start + len(write.writers)
-            return tuple(reading.results(sums, own.__getitem__))
+            for write in reading.writes:
+                end = start + len(write.writers)
+                weigh = partial(_weighted, write, reading.stream.rank, factors[..., start:end], sources[write], own)
+                sums, start = sums + _again(weigh), end
+            return reading.results(sums, own.__getitem__)
 
-        given = [*map(tensor, reading.inputs), *(sources[write] for write in reading.writes)]
-        return _again(compute, z, *given)
+        return _again(compute)
 
 
-def _again(compute: Callable[..., tuple[Any, ...]], *given: Tensor) -> tuple[Any, ...]:
-    """What a function makes of tensors, without keeping what its backward pass needs: it runs again there."""
-    return cast(tuple[Any, ...], checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False))
+def _again(compute: Callable[[], _Made]) -> _Made:
+    """What a function computes, without keeping what its backward pass needs: it runs again there."""
+    return cast(_Made, checkpoint(compute, use_reentrant=False, preserve_rng_state=False))
 
 
-def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, *others: Tensor) -> tuple[Tensor]:
+def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, others: Mapping[Value, Tensor]) -> Tensor:
     """What writers add, each with a factor, summed for each reader; shape ``(readers, *shape)``.
 
     Args:
@@ -356,10 +374,10 @@ def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, *others:
         rank: of the sums, the examples in front, to which tensors of fewer dimensions are broadcast.
         factors: shape ``(readers, writers)``, or with the examples in front.
         source: what contributions are computed from.
-        others: likewise, as ``write.others``.
+        others: likewise, among them ``write.others``.
     """
-    x = write.contributions(source, dict(zip(write.others, others, strict=True)).__getitem__)
+    x = write.contributions(source, others.__getitem__)
     x = x.reshape(len(x), *[1] * (rank + 1 - x.dim()), *x.shape[1:])
     if factors.dim() == 2:
-        return (torch.tensordot(factors, x, 1),)
-    return (torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:])),)
+        return torch.tensordot(factors, x, 1)
+    return torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:]))
