@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from common.figures import figure_axes, plot_curves, save_figure, scale
 from pyro_l0.plots import COLOURS, Array, as_array, series
 
 __all__ = [
-    "plot_circuit",
     "plot_edges",
     "plot_frontier",
     "plot_gate_shares",
@@ -60,35 +58,6 @@ def plot_gate_shares(history: list[dict[str, Any]], path: Path) -> None:
         panel.set(xlabel="gate", ylabel="share of draws", title=name, yscale="log")
     panels[0].legend(fontsize="small")
     save_figure(list(panels), path)
-
-
-def plot_circuit(
-    kept: Collection[tuple[str, str]],
-    known: Collection[tuple[str, str]],
-    levels: list[list[str]],
-    results: Mapping[str, Mapping[int, list[tuple[float, str]]]],
-    path: Path,
-) -> None:
-    """The edges of a circuit between nodes on levels, unknown ones dashed, and by method KL against edges."""
-    graph, plot = figure_axes(1, 2, figsize=(13, 5), width_ratios=(3, 2))
-    positions = {
-        name: (i - (len(row) - 1) / 2, level) for level, row in enumerate(levels) for i, name in enumerate(row)
-    }
-    for _, target in kept:
-        if target not in positions:  # a query, key or value stands below its head
-            node, _, letter = target.rpartition(".")
-            x, y = positions[node]
-            positions[target] = x + 0.24 * ("qkv".index(letter) - 1), y - 0.3
-    plot_edges(
-        kept, positions, known=known, title=f"{len(kept)} edges that the gates keep; dashed: not known", axes=graph
-    )
-    edges = {method: sorted(found) for method, found in results.items()}
-    kls = {method: [[kl for kl, _ in results[method][n]] for n in edges[method]] for method in results}
-    curves = {method: [edges[method], [statistics.mean(x) for x in kls[method]]] for method in results}
-    spreads = {method: [statistics.stdev(x) if len(x) > 1 else 0.0 for x in kls[method]] for method in results}
-    labels = {"xlabel": "edges kept", "ylabel": "KL to the transformer, nats a token"}
-    plot_curves(curves, spreads=spreads, xscale="log", yscale="log", axes=plot, **labels)
-    save_figure((graph, plot), path)
 
 
 def plot_training(

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 from pyro_l0.nn.calls import record_example, refuse_wrapped
 from pyro_l0.nn.engine.record import Example, Operation, Value, calls_of, example_of
+from pyro_l0.nn.frozen.benchmark import graph
 from pyro_l0.nn.frozen.streams import Reading, Streams, Tensors, Write, is_close, repeat
 from pyro_l0.nn.gate import check_given, gate_names
 from pyro_l0.nn.l0_gate import L0Gate
@@ -29,6 +29,7 @@ __all__ = ["NetworkEdges", "gate_edges"]
 
 _Args = tuple[object, ...]
 _Kwargs = dict[str, Any]
+_Made = TypeVar("_Made")
 
 
 def gate_edges(network: nn.Module, example: Example, corrupted: Example | None = None) -> NetworkEdges:
@@ -52,7 +53,11 @@ def gate_edges(network: nn.Module, example: Example, corrupted: Example | None =
     All gates are one site, ``"edges"``: ``SparsityTarget(NetworkGates(edges), 0.1, lambda z: z["edges"].sum(),
     steps=1000, pretrained=True)`` leaves a tenth of the edges open, and several budgets are met in one run. Weights
     with gradients train as well; ``network.requires_grad_(False)`` saves that. Readings run again in the backward pass,
-    so that a step needs about one and a half times the network's memory; second derivatives are refused.
+    so that a step needs about one and a half times the network's memory.
+
+    In a network that saturates, such as one of hard attention, an edge can be needed although slopes by its gate are
+    nearly always 0. There draw gates of 0 and 1 for each example, ``edges.gate.distribution.sample((n,)) != 0``, and
+    minimise their log probabilities, each times the example's loss less the mean loss.
 
     Args:
         network: any network of batch-first tensors with a residual stream; it is neither changed nor copied.
@@ -123,7 +128,7 @@ class NetworkEdges(nn.Module):
         self.gate = L0Gate(len(self.edges), init_jitter=0.0).to(device)
         self.gate.site_name = "edges"
         self._corrupted: list[Tensor] | None = None
-        self._shapes: list[tuple[int, ...]] = []
+        self._shapes: list[tuple[int, ...]] | None = None  # of a corrupted input that is not averaged
 
     def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
         """The network's outputs with a draw of the gates, or in evaluation mode with the test gates."""
@@ -148,7 +153,7 @@ class NetworkEdges(nn.Module):
             raise ValueError(
                 f"Expected gates of shape ({len(self.edges)},) or (batch, {len(self.edges)}), but got {tuple(z.shape)}."
             )
-        if self._corrupted is not None and self._shapes != _shapes(args, kwargs):
+        if self._shapes is not None and self._shapes != _shapes(args, kwargs):
             raise ValueError(
                 f"Expected a call of the corrupted input's shapes, {self._shapes}, but got {_shapes(args, kwargs)}; "
                 "call corrupt for inputs of these shapes first."
@@ -166,6 +171,19 @@ class NetworkEdges(nn.Module):
         """
         _, self._corrupted = self._run(torch.ones(len(self.edges)), args, kwargs, None)
         self._shapes = _shapes(args, kwargs)
+
+    def corrupt_to_mean(self, *args: object, **kwargs: object) -> None:
+        """Let closed edges pass the mean of what writers contribute at an input, over all dimensions but the last.
+
+        For texts that is the mean over examples and positions; so an edge from embedded positions matters too.
+
+        Args:
+            args: what the network takes; later calls may have other shapes.
+            kwargs: its keywords.
+        """
+        self.corrupt(*args, **kwargs)
+        self._corrupted = [x.flatten(0, -2).mean(0) for x in self._corrupted or ()]
+        self._shapes = None
 
     def _run(
         self, z: Tensor, args: _Args, kwargs: _Kwargs, corrupted: list[Tensor] | None
@@ -223,23 +241,7 @@ class NetworkEdges(nn.Module):
         scores = self.gate.active_prob if scores is None else scores
         if scores.shape != self.gate.shape:
             raise ValueError(f"Expected {len(self.edges)} scores, but got a tensor of shape {tuple(scores.shape)}.")
-        found = dict[str, dict[str, Any]]()
-        for (writer, reader), score, gate in zip(self.edges, scores.tolist(), self.gate.test_gate, strict=True):
-            for name in _benchmark_names(writer, reader):
-                edge = found.setdefault(name, {"score": 0.0, "in_graph": False})
-                edge["score"] += score
-                edge["in_graph"] |= bool(gate != 0)
-        layers, heads = (1 + max(int(x) for name in found for x in re.findall(rf"{c}(\d+)", name)) for c in "mh")
-        nodes = ["input", *(f"a{k}.h{h}" for k in range(layers) for h in range(heads))]
-        nodes += [f"m{k}" for k in range(layers)]
-        in_circuit = {name.partition("->")[0] for name, edge in found.items() if edge["in_graph"]}
-        sizes = {"n_layers": layers, "n_heads": heads, "d_model": self.width}
-        content = {
-            "cfg": sizes | {"parallel_attn_mlp": "a0.h0->m0" not in found},
-            "nodes": {x: {"in_graph": x in in_circuit} for x in nodes} | {"logits": {"in_graph": True}},
-            "edges": found,
-        }
-        Path(path).write_text(json.dumps(content))
+        Path(path).write_text(json.dumps(graph(self.edges, scores, self.gate.test_gate, self.width)))
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_plans": {}}  # which hold parameters and functions of torch
@@ -341,49 +343,30 @@ class _Plan:
 
     def _read(self, reading: Reading, tensor: Tensors, sources: Mapping[Write, Tensor], z: Tensor) -> Sequence[object]:
         """What the operation of a reading makes of the sums that its readers see."""
+        own = {x: tensor(x) for x in reading.inputs}
+        given = [*own.values(), *(sources[x] for x in reading.writes)] if torch.is_grad_enabled() else []
+        versions = [x._version for x in given]
 
-        def compute(z: Tensor, *given: Tensor) -> tuple[object, ...]:
-            own = dict(zip(reading.inputs, given, strict=False))
+        def compute() -> Sequence[object]:
+            if versions != [x._version for x in given]:
+                raise RuntimeError("Expected tensors as they were read, but one has been changed in place since.")
             sums, start = own[reading.stream][None], 0
             factors = (z[..., reading.edges] - 1).to(sums)
-            for write, source in zip(reading.writes, given[len(own) :], strict=True):
-                weigh = partial(_weighted, write, reading.stream.rank)
-                own_factors = factors[..., start : start + len(write.writers)]
-                (more,) = _again(weigh, own_factors, source, *(own[x] for x in write.others))
-                sums, start = sums + more, start + len(write.writers)
-            return tuple(reading.results(sums, own.__getitem__))
+            for write in reading.writes:
+                end = start + len(write.writers)
+                weigh = partial(_weighted, write, reading.stream.rank, factors[..., start:end], sources[write], own)
+                sums, start = sums + _again(weigh), end
+            return reading.results(sums, own.__getitem__)
 
-        given = [*map(tensor, reading.inputs), *(sources[write] for write in reading.writes)]
-        return _again(compute, z, *given)
+        return _again(compute)
 
 
-def _again(compute: Callable[..., tuple[Any, ...]], *given: Tensor) -> tuple[Any, ...]:
-    """What a function makes of tensors, without keeping what its backward pass needs: it runs again there."""
-    return cast(tuple[Any, ...], _Again.apply(compute, *given))  # type: ignore[no-untyped-call]
+def _again(compute: Callable[[], _Made]) -> _Made:
+    """What a function computes, without keeping what its backward pass needs: it runs again there."""
+    return cast(_Made, checkpoint(compute, use_reentrant=False, preserve_rng_state=False))
 
 
-class _Again(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[..., tuple[object, ...]], *given: Tensor) -> tuple[object, ...]:
-        ctx.compute = compute
-        ctx.save_for_backward(*given)
-        return compute(*given)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        given = [x.detach().requires_grad_(y) for x, y in zip(ctx.saved_tensors, needed, strict=True)]
-        with torch.enable_grad():
-            made = zip(ctx.compute(*given), grads, strict=True)
-        pairs = [(x, y) for x, y in made if y is not None and isinstance(x, Tensor) and x.requires_grad]
-        outputs, slopes = zip(*pairs, strict=True)
-        inputs = [x for x in given if x.requires_grad]
-        found = iter(torch.autograd.grad(outputs, inputs, slopes, allow_unused=True))
-        return None, *(next(found) if y else None for y in needed)
-
-
-def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, *others: Tensor) -> tuple[Tensor]:
+def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, others: Mapping[Value, Tensor]) -> Tensor:
     """What writers add, each with a factor, summed for each reader; shape ``(readers, *shape)``.
 
     Args:
@@ -391,27 +374,12 @@ def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, *others:
         rank: of the sums, the examples in front, to which tensors of fewer dimensions are broadcast.
         factors: shape ``(readers, writers)``, or with the examples in front.
         source: what contributions are computed from.
-        others: likewise, as ``write.others``.
+        others: likewise, among them ``write.others``.
     """
-    x = write.contributions(source, dict(zip(write.others, others, strict=True)).__getitem__)
+    x = write.contributions(source, others.__getitem__)
     x = x.reshape(len(x), *[1] * (rank + 1 - x.dim()), *x.shape[1:])
     if factors.dim() == 2:
-        return (torch.tensordot(factors, x, 1),)
-    return (torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:])),)
-
-
-def _benchmark_names(writer: str, reader: str) -> list[str]:
-    """The edges of the benchmark's graph that an edge is."""
-    is_block = re.fullmatch(r"a\d+\.h\d+|m\d+", writer)
-    heads = re.fullmatch(r"(a\d+\.h)(\d+)(?:-(\d+))?(<[qkv]>)", reader)
-    is_other = not heads and not re.fullmatch(r"m\d+|output", reader)
-    if is_other or (not is_block and re.fullmatch(r"a\d+.*|m\d+.*|.*#\d+", writer)):
-        raise ValueError(
-            f"Expected edges between heads, feed-forward blocks and the output, but there is one from {writer!r} to "
-            f"{reader!r}, which the benchmark does not know; use to_frame() instead."
-        )
-    source = writer if is_block else "input"
-    if not heads:
-        return [f"{source}->{'logits' if reader == 'output' else reader}"]
-    front, first, last, letter = heads.groups()
-    return [f"{source}->{front}{h}{letter}" for h in range(int(first), int(last or first) + 1)]
+        x = torch.tensordot(factors, x, 1)
+    else:
+        x = torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:]))
+    return x

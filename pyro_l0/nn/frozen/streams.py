@@ -194,7 +194,8 @@ class Streams:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        maps = analyse(recording, {}).maps
+        analysis = analyse(recording, {})
+        maps, self._running = analysis.maps, set(analysis.solution.running)
         self._maps, self._weights = maps, weights_of(maps)
         self._products = {product.operation: product for product in maps.products}
         self.makers = {value: x for x in recording.operations for value in x.made}
@@ -207,7 +208,6 @@ class Streams:
         self._find_sums()
         self._members = set(self._leaves).union(*self._leaves.values())
         self._attentions = list(self._find_attentions())
-        self._alive = self._find_alive()
         self.edges = list[tuple[str, str]]()
         self.modules = dict[str, str]()  # by name of a writer or reader, the path of a module
         self._bases = dict[Value, str]()
@@ -401,7 +401,7 @@ class Streams:
         if stream.is_output:
             self.readings[stream] = self._reading(stream, writes, None, [("output", None)])
         for operation in sorted(self._behind(stream, self._is_end), key=self._order.__getitem__):
-            if not self._is_end(operation) or operation not in self._alive:
+            if not self._is_end(operation) or operation not in self._running:
                 continue
             if operation in self.readings:
                 raise ValueError(
@@ -476,15 +476,6 @@ class Streams:
         return self._bases[written[0]] if written else "output"
 
     # ------------------------------------------------------------ what has to run
-
-    def _find_alive(self) -> set[Operation]:
-        """The operations that outputs depend on, or that return a number to the network's code."""
-        alive, needed = set[Operation](), {x for call in self.recording.calls for x in call.outputs}
-        for operation in reversed(self.recording.operations):
-            if not operation.made or not needed.isdisjoint(operation.made):
-                alive.add(operation)
-                needed |= {*operation.inputs}
-        return alive
 
     def _needed(self) -> tuple[Operation, ...]:
         """The operations of a run; an error if one of them reads a stream without a reading."""

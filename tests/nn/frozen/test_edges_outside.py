@@ -79,6 +79,22 @@ def test_gates_of_each_example(network, ids):
         torch.testing.assert_close(edges.at(z[k], ids[k : k + 1]), together[k : k + 1], rtol=1e-12, atol=1e-12)
 
 
+def test_closed_edges_pass_means(network, ids):
+    """All closed, each text and position has the outputs of the mean contributions; open ones are the network."""
+    edges = gate_edges(network, ids)
+    edges.corrupt_to_mean(ids)
+    whole = network.eval()(ids)
+    torch.testing.assert_close(edges.at(torch.ones(46), ids[:2, :3]), network(ids[:2, :3]), rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        closed = edges.at(torch.tensor([float(reader != "output") for _, reader in edges.edges]), ids)
+        streams = list[torch.Tensor]()
+        hook = network.norm.register_forward_pre_hook(lambda module, args: streams.append(args[0]))
+        network(ids)
+        hook.remove()
+        expected = network.out(network.norm(streams[0].mean((0, 1))))
+    torch.testing.assert_close(closed, expected.expand_as(whole), rtol=1e-10, atol=1e-10)
+
+
 def test_positions_without_examples(ids):
     """A summand may have fewer dimensions than the stream, also where there are as many readers as examples."""
 
@@ -110,6 +126,26 @@ def test_gradients_by_gates(network, ids):
     assert torch.autograd.gradcheck(lambda z: edges.at(z, ids)[:1, :2], z, fast_mode=True)
     edges.at(z, ids).sum().backward()
     assert network.out.weight.grad.abs().min() > 0
+
+
+def test_changes_in_place_are_not_read_again():
+    """What a reading takes from elsewhere may not change before its backward pass."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.scale, self.block, self.head = (nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            scale, hidden = self.scale(x), self.first(x)
+            hidden = hidden + self.block(hidden * scale)
+            return self.head(hidden) * scale.add_(1.0)
+
+    x = torch.ones(2, 4)
+    edges = gate_edges(Scaled().requires_grad_(False), x)
+    outputs = edges.at(torch.ones(len(edges.edges), requires_grad=True), x)
+    with pytest.raises(RuntimeError, match="has been changed in place since"):
+        outputs.sum().backward()
 
 
 def test_budgets_in_one_run(network, ids):
