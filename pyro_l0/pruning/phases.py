@@ -423,7 +423,7 @@ class Phase:
     def step(self, group: Sequence[object]) -> Tensor:
         """Take a step on some batches; the mean loss, or NaN where a gradient of the gates is not finite."""
         if self.optimiser is None:
-            _evaluate(self.network)
+            evaluate_mode(self.network)
             if self.budget is not None:
                 self.budget.gates.train()
         else:
@@ -467,7 +467,7 @@ class Phase:
             self.budget.load_state_dict(state)
 
 
-def _evaluate(network: nn.Module) -> None:
+def evaluate_mode(network: nn.Module) -> None:
     """Evaluation mode; recurrent layers without dropout, which compute the same in both, stay in training mode.
 
     In evaluation mode cuDNN has no backward pass of them.
