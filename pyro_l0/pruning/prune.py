@@ -58,6 +58,10 @@ def prune(
     those that the network's ``train`` holds in evaluation mode), and the smaller network is fine-tuned. Give at least
     some hundreds of steps; more epochs are better. Usually nothing else needs tuning.
 
+    A network that was trained before is also cut at once, by the best of three scores of its units (L1, Taylor,
+    Fisher), and what is left trains beside the gates, for as many steps in all. Of both small networks the one with the
+    lower loss on held-out batches stays, and the report says which.
+
     With ``Training(weights="frozen")`` the gates train alone for all epochs, and weights and statistics stay: the
     result is what a frozen network can do without.
 

@@ -257,8 +257,9 @@ class Run:
     def _phase_of(self, cut: Cut) -> Phase:
         """The training of a cut network; that of scores takes the steps with gates, too."""
         assert cut.compacted is not None
-        steps = self.further_steps + (0 if cut.by == "gates" else self.gated_steps)
-        return Phase(cut.compacted.network, self.loss, steps, self.training)
+        beside = 0 if cut.by == "gates" else self.gated_steps
+        steps = beside + self.further_steps
+        return Phase(cut.compacted.network, self.loss, steps, self.training, beside=beside)
 
     def _compact(self, cut: Cut) -> Compacted:
         network = copied(self.gated.network)

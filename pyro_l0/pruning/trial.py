@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -23,7 +24,7 @@ def compare(
     """Train networks for some steps on the same batches, and return their mean losses on others, in evaluation mode.
 
     The first batches of a pass are held out, and as many are left out of each pass that the steps take. In several
-    processes a loss is the mean over all, so that these decide alike.
+    processes a loss is the mean over all, so that these decide alike; one that is not a number counts as infinite.
     """
     number = max(1, min(_HELD_OUT, -(-len(loader) // accumulate) // 2))
     first = groups(loader, accumulate, epoch)
@@ -50,4 +51,5 @@ def _later(loader: Loader, accumulate: int, epoch: int, start: int) -> Iterator[
 def _mean(network: nn.Module, loss: BatchLoss, held_out: Sequence[Sequence[object]]) -> float:
     network.eval()
     losses = [float(loss(network, batch)) for group in held_out for batch in group]
-    return sum(losses) / len(losses)
+    mean = sum(losses) / len(losses)
+    return math.inf if math.isnan(mean) else mean
