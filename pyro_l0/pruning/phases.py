@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from numbers import Real
 from pathlib import Path
@@ -400,11 +401,18 @@ class Phase:
     """A network that is trained for so many steps: without gates, or with L0Gates under a budget, drawn for each batch.
 
     The weights are trained by Adam if nothing else is given: with gates at a constant rate, and without at one that
-    falls to 0 by a cosine over the last half of the steps. Frozen weights have no optimiser.
+    falls to 0 by a cosine over the last half of the steps, but for those ``beside`` gates. Frozen weights have no
+    optimiser.
     """
 
     def __init__(
-        self, network: nn.Module, loss: BatchLoss, steps: int, training: Training, budget: NetworkBudget | None = None
+        self,
+        network: nn.Module,
+        loss: BatchLoss,
+        steps: int,
+        training: Training,
+        budget: NetworkBudget | None = None,
+        beside: int = 0,
     ) -> None:
         self.network, self.budget, self._loss = network, budget, loss
         gates = set[nn.Parameter]()
@@ -417,13 +425,13 @@ class Phase:
         if training.weights == "trained":
             self._weights = [p for p in network.parameters() if p not in gates]
             self.optimiser = _optimiser(self._weights, training)
-            make = training.make_schedule or (_falling_late if budget is None else None)
+            make = training.make_schedule or (partial(_falling_late, beside) if budget is None else None)
             self.schedule = None if make is None else make(self.optimiser, steps)
 
     def step(self, group: Sequence[object]) -> Tensor:
         """Take a step on some batches; the mean loss, or NaN where a gradient of the gates is not finite."""
         if self.optimiser is None:
-            _evaluate(self.network)
+            evaluate_mode(self.network)
             if self.budget is not None:
                 self.budget.gates.train()
         else:
@@ -467,7 +475,7 @@ class Phase:
             self.budget.load_state_dict(state)
 
 
-def _evaluate(network: nn.Module) -> None:
+def evaluate_mode(network: nn.Module) -> None:
     """Evaluation mode; recurrent layers without dropout, which compute the same in both, stay in training mode.
 
     In evaluation mode cuDNN has no backward pass of them.
@@ -493,11 +501,14 @@ def _optimiser(trained: Iterable[nn.Parameter], training: Training) -> Optimizer
     return made
 
 
-def _falling_late(optimiser: Optimizer, steps: int) -> LRScheduler:
-    """A constant rate, and a cosine to 0 over the last half: the smaller the network, the more it has to learn anew."""
+def _falling_late(beside: int, optimiser: Optimizer, steps: int) -> LRScheduler:
+    """A constant rate, and a cosine to 0 over the last half: the smaller the network, the more it has to learn anew.
+
+    It is the half of the steps after the first ones, beside gates.
+    """
 
     def rate(step: int) -> float:
-        fallen = max(0.0, 2 * step / steps - 1)
+        fallen = max(0.0, 2 * (step - beside) / (steps - beside) - 1)
         return (1 + math.cos(math.pi * fallen)) / 2
 
     return LambdaLR(optimiser, rate)

@@ -25,7 +25,7 @@ from pyro_l0.nn.gate import GateLayer, gate_names
 from pyro_l0.pruning.insertion_points import gates_at_least, gates_in_step, put_gates
 from pyro_l0.pruning.latency import measure_latency
 from pyro_l0.pruning.phases import BatchLoss, Distillation, LossFunction, Training, held_norms, trained_modules
-from pyro_l0.pruning.result import Note, Pruned, PruningReport, largest_unit, notes_on, notes_on_latency
+from pyro_l0.pruning.result import Note, Pruned, PruningReport, choice_of, largest_unit, notes_on, notes_on_latency
 from pyro_l0.pruning.run import Cut, Run
 from pyro_l0.training.epochs import Checkpoint, saved_entry, some_batches
 from pyro_l0.training.epochs import epochs as train_epochs
@@ -57,6 +57,10 @@ def prune(
     for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed (but not
     those that the network's ``train`` holds in evaluation mode), and the smaller network is fine-tuned. Give at least
     some hundreds of steps; more epochs are better. Usually nothing else needs tuning.
+
+    A network that was trained before is also cut at once, by the best of three scores of its units (L1, Taylor,
+    Fisher), and what is left trains beside the gates, for as many steps in all. Of both small networks the one with the
+    lower loss on held-out batches stays, and the report says which.
 
     With ``Training(weights="frozen")`` the gates train alone for all epochs, and weights and statistics stay: the
     result is what a frozen network can do without.
@@ -272,7 +276,7 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     if run.latency is not None:
         left["latency"] = run.latency.compare(network)
     largest = largest_unit(cut.report.budget, run.costs, cut.gates, run.in_step)
-    steps, errors = run.gated_steps + run.further_steps, (run.dense_error, cut.error)
+    steps, errors = run.gated_steps + run.further_steps, (run.dense_error, cut.error if cut.by == "gates" else None)
     notes = notes_on(cut.report, largest, steps, run.looks_untrained, errors, run.gated.in_the_way)
     notes += [Note(finding, True) for finding in run.findings]
     if run.latency is not None:
@@ -292,5 +296,6 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
         skipped=run.gated.skipped,
         units={site: (len(gate) - len(removed.get(site, ())), len(gate)) for site, gate in cut.gates.items()},
         notes=tuple(note.text for note in notes),
+        choice=choice_of(cut.by, cut.losses, run.trial_steps[1]),
     )
     return Pruned(network, report, cut.compacted.certificate, tuple(run.history), cut.compacted.plan), notes

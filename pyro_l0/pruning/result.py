@@ -14,7 +14,16 @@ from pyro_l0.infer.control.budget import Cost
 from pyro_l0.infer.control.sparsity_target import TargetReport
 from pyro_l0.pruning.phases import BatchLoss
 
-__all__ = ["Note", "Pruned", "PruningReport", "largest_unit", "looks_untrained", "notes_on", "notes_on_latency"]
+__all__ = [
+    "Note",
+    "Pruned",
+    "PruningReport",
+    "choice_of",
+    "largest_unit",
+    "looks_untrained",
+    "notes_on",
+    "notes_on_latency",
+]
 
 
 FEW_STEPS = 300
@@ -115,6 +124,21 @@ def notes_on(
     return notes
 
 
+def choice_of(kept: str, losses: Mapping[str, float], steps: int) -> str | None:
+    """Which of two cuts was kept, as a sentence with the losses of both after so many steps; None if there was one."""
+    if not losses:
+        return None
+    (other,) = losses.keys() - {kept}
+    return (
+        f"The units chosen by {_named(kept)} were kept: {steps} steps after the cut their loss on held-out batches was "
+        f"{losses[kept]:.4g}, and {losses[other]:.4g} of those by {_named(other)}."
+    )
+
+
+def _named(by: str) -> str:
+    return by if by == "gates" else f"{by} scores"
+
+
 def notes_on_latency(times: tuple[float, float], budgets: Mapping[str, float]) -> list[Note]:
     """A note where the pruned network takes longer than its budget; the times are its own and the whole network's."""
     reached = times[0] / times[1]
@@ -141,6 +165,8 @@ class PruningReport:
         skipped: by module path, why there is no gate.
         units: by site, how many of its units stay, and of how many; fewer than are open, where several leave together.
         notes: what may have gone better, and what to do.
+        choice: whether the units chosen by gates or those of the best scores were kept, with both losses; None if there
+            was no trial, as of frozen weights or a network that was not trained before.
     """
 
     target: TargetReport
@@ -152,6 +178,7 @@ class PruningReport:
     skipped: Mapping[str, str]
     units: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...]
+    choice: str | None = None
 
     def __str__(self) -> str:
         units = {"latency": " microseconds"}
@@ -166,6 +193,8 @@ class PruningReport:
         for site, (left, of) in self.units.items():
             if left != self.target.open.get(site, (left, of))[0]:
                 lines.append(f"{site}: {left} of {of} units stay, as some leave only together")
+        if self.choice is not None:
+            lines.append(self.choice)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

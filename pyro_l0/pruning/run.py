@@ -34,12 +34,15 @@ from pyro_l0.pruning.phases import (
     renew_statistics,
 )
 from pyro_l0.pruning.result import FEW_STEPS, looks_untrained
+from pyro_l0.pruning.scores import unit_scores
+from pyro_l0.pruning.trial import compare
 from pyro_l0.training.epochs import Stream, check_finite, checksum, some_batches
 from pyro_l0.training.processes import average_buffers
 
 __all__ = ["Cut", "Run", "named"]
 
 _AS_WANTED = "site-collapsed"  # a branch may close
+_TRIAL = 0.1  # of the steps after a cut
 
 
 @dataclass
@@ -48,11 +51,13 @@ class Cut:
 
     budget: float  # of several at once, the first
     gates: dict[str, Tensor]  # deterministic, by site
-    state: dict[str, Tensor]  # the network's tensors with gates
+    state: dict[str, Tensor] | None  # the network's tensors with gates; None as it was given
     report: TargetReport  # of the target
     compacted: Compacted | None = None  # what was cut, and is trained further
     error: float | None = None  # of what was cut, before that; None without a function that says
     refusal: str | None = None  # why the network is whole, with fixed gates; None if it was cut
+    by: str = "gates"  # or the score of units that chose them
+    losses: dict[str, float] = field(default_factory=dict)  # after a trial, by what the gates were chosen by
 
 
 @dataclass
@@ -78,6 +83,7 @@ class Run:
     step: int = 0
     epoch: int = 0
     tuned: int = -1  # which cut is being trained further
+    scored: dict[int, tuple[Cut, Phase]] = field(default_factory=dict)  # cut at once, and trained beside the gates
     findings: list[str] = field(default_factory=list)  # on the gates, when they were done
     looks_untrained: bool = False  # though it was said to be trained
     dense_error: float | None = None  # of the network as it was given
@@ -98,6 +104,7 @@ class Run:
             self.phase = Phase(self.gated.network, self.loss, self.gated_steps, self.training, self.control)
         except BudgetTooSmallError as error:
             raise ValueError(f"{error}{self.gated.reasons}") from error
+        self._given = _tensors(self.gated.network)
         is_known = self.pretrained and self.loss.function is not None
         self.looks_untrained = is_known and looks_untrained(dense, self.loss, batch)
         self.dense_error = self.error(dense)
@@ -126,7 +133,7 @@ class Run:
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
         """Keep the network as it is at a budget."""
         self._average_buffers(self.gated.network)
-        state = {name: value.detach().clone() for name, value in self.gated.network.state_dict().items()}
+        state = _tensors(self.gated.network)
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
         report = self.target.report()
         if len(report.budget) == 1:  # which may be an intermediate one
@@ -145,21 +152,30 @@ class Run:
 
     def advance(self) -> dict[str, Any]:
         """Pass over the loader once, or up to the last step of a phase."""
+        before, length = self.step, -(-len(self.loader) // self.training.accumulate)
+        if self.step == 0 and self.trial_steps[0]:
+            self._cut_by_scores()
         if self.step == self._ends[self.tuned + 1]:
             self._cut_next()
-        until = next(end for end in self._ends if end > self.step)
+        # The steps of a trial are some of the epoch's, or of several.
+        left = length - (self.step - before) % length
+        until = min(self.step + left, next(end for end in self._ends if end > self.step))
         # A phase begins with an iterator of its own: what goes on between two may pass over the loader, too.
         total, taken = torch.zeros((), device=self.loss.device), 0
         for group in groups(self.loader, self.training.accumulate, self.epoch):
             self.step += 1
             total = total + self.phase.step(group)
+            if self.tuned < 0 and self.step > self.trial_steps[0]:  # so many steps were taken before
+                for _, phase in self.scored.values():
+                    phase.step(group)
             taken += 1
             if self.step == until:
                 break
         if not taken:
             raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
         self.epoch += 1
-        self._average_buffers(self.phase.network)  # of which a file keeps those of one process
+        for phase in (self.phase, *(phase for _, phase in self.scored.values())):
+            self._average_buffers(phase.network)  # of which a file keeps those of one process
         mean = float(total) / taken
         check_finite(self.epoch, mean, self.phase.network)
         entry = {"epoch": float(self.epoch), "step": float(self.step), "loss": mean}
@@ -187,19 +203,67 @@ class Run:
             self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code != _AS_WANTED]
         self.tuned += 1
         cut = self.cuts[self.tuned]
+        self._cut(cut)
+        if not self.further_steps:
+            return
+        self.phase = self._phase_of(cut)
+        if self.tuned in self.scored:
+            other, phase = self.scored.pop(self.tuned)
+            steps, phases = self.trial_steps[1], {cut.by: self.phase, other.by: phase}
+            losses = compare(phases, self.loader, self.loss, steps, self.training.accumulate, self.epoch)
+            self.step += steps
+            best = min((cut, other), key=lambda each: losses[each.by])
+            best.losses = losses
+            best.report = replace(best.report, step=cut.report.step, multiplier=cut.report.multiplier)
+            self.cuts[self.tuned], self.phase = best, phases[best.by]
+
+    @property
+    def trial_steps(self) -> tuple[int, int]:
+        """After how many steps cuts by scores are compared with each other, and the best with that by gates; or 0."""
+        is_compared = (
+            self.pretrained and self.further_steps >= 1 / _TRIAL and len(self.loader) > self.training.accumulate
+        )
+        first, second = (int(_TRIAL * steps) for steps in (self.gated_steps, self.further_steps))
+        return (first, second) if is_compared else (0, 0)
+
+    def _cut_by_scores(self) -> None:
+        """Cut the network as it was given to each budget by each score, and keep the best of a trial."""
+        steps = self.trial_steps[0]
+        scores = unit_scores(self.gated.network, self.example, self.loss, some_batches(self.loader))
+        limits = self.target.report().budget
+        falling = self.budget if isinstance(self.budget, Sequence) else [next(iter(limits.values()))]
+        for i, budget in enumerate(falling):
+            held = dict.fromkeys(limits, budget) if len(limits) == 1 else limits
+            phases: dict[str, Phase] = {}
+            cuts: dict[str, Cut] = {}
+            for name, values in scores.items():
+                gates = self.target.best_within(values, held)
+                cut = Cut(budget, gates, None, replace(self.target.report(gates), budget=held), by=name)
+                self._cut(cut)
+                if cut.refusal is None:
+                    cuts[name], phases[name] = cut, self._phase_of(cut)
+            if cuts:
+                losses = compare(phases, self.loader, self.loss, steps, self.training.accumulate, self.epoch)
+                best = min(losses, key=losses.__getitem__)
+                self.scored[i] = cuts[best], phases[best]
+
+    def _cut(self, cut: Cut) -> None:
+        """Make the smaller network of a cut."""
         network = self._compact(cut).network
         if not self._is_frozen:
             renew_statistics(network, self.loader, self.loss)
         cut.error = self.error(network)
-        self._tune(network)
 
-    def _tune(self, network: nn.Module) -> None:
-        if self.further_steps:
-            self.phase = Phase(network, self.loss, self.further_steps, self.training)
+    def _phase_of(self, cut: Cut) -> Phase:
+        """The training of a cut network; that of scores takes the steps with gates, too."""
+        assert cut.compacted is not None
+        beside = 0 if cut.by == "gates" else self.gated_steps
+        steps = beside + self.further_steps
+        return Phase(cut.compacted.network, self.loss, steps, self.training, beside=beside)
 
     def _compact(self, cut: Cut) -> Compacted:
         network = copied(self.gated.network)
-        network.load_state_dict(cut.state)
+        network.load_state_dict(self._given if cut.state is None else cut.state)
         compacted, refusal = compact_or_fix(network, cut.gates, self.example)
         if refusal is not None:
             cut.refusal = str(refusal)
@@ -244,24 +308,14 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        cuts = [
-            {
-                "budget": cut.budget,
-                "gates": cut.gates,
-                "state": cut.state,
-                "report": vars(cut.report),
-                "error": cut.error,
-                "network": None if cut.compacted is None else cut.compacted.network.state_dict(),
-            }
-            for cut in self.cuts
-        ]
         return self.phase.state_dict() | {
             "step": self.step,
             "epoch": self.epoch,
             "tuned": self.tuned,
             "findings": self.findings,
             "history": self.history,
-            "cuts": cuts,
+            "cuts": [_entries(cut) for cut in self.cuts],
+            "scored": {i: (_entries(cut), phase.state_dict()) for i, (cut, phase) in self.scored.items()},
             "latency": None if self.latency is None else self.latency.measured,
         }
 
@@ -269,17 +323,38 @@ class Run:
         """Go on from :meth:`state_dict`."""
         self.step, self.epoch, self.tuned = state["step"], state["epoch"], state["tuned"]
         self.history, self.findings = list(state["history"]), list(state["findings"])
-        self.cuts = []
-        for saved in state["cuts"]:
-            gates = {site: gate.to(self.loss.device) for site, gate in saved["gates"].items()}
-            report = saved["report"]
-            cut = Cut(saved["budget"], gates, saved["state"], TargetReport(**report), error=saved["error"])
-            if saved["network"] is not None:
-                self._compact(cut).network.load_state_dict(saved["network"])
-            self.cuts.append(cut)
-        if self.tuned >= 0 and (compacted := self.cuts[self.tuned].compacted) is not None:
-            self._tune(compacted.network)
+        self.cuts = [self._saved_cut(saved) for saved in state["cuts"]]
+        self.scored = {}
+        for i, (saved, of_phase) in state["scored"].items():
+            cut = self._saved_cut(saved)
+            self.scored[i] = cut, self._phase_of(cut)
+            self.scored[i][1].load_state_dict(of_phase)
+        if self.further_steps and self.tuned >= 0:
+            self.phase = self._phase_of(self.cuts[self.tuned])
         self.phase.load_state_dict(state)
+
+    def _saved_cut(self, saved: Mapping[str, Any]) -> Cut:
+        """A cut from its :func:`_entries`."""
+        gates = {site: gate.to(self.loss.device) for site, gate in saved["gates"].items()}
+        cut = Cut(
+            **{key: x for key, x in saved.items() if key != "network"}
+            | {"gates": gates, "report": TargetReport(**saved["report"])}
+        )
+        if saved["network"] is not None:
+            self._compact(cut).network.load_state_dict(saved["network"])
+        return cut
+
+
+def _entries(cut: Cut) -> dict[str, Any]:
+    """What a file keeps of a cut."""
+    kept = {name: getattr(cut, name) for name in ("budget", "gates", "state", "error", "by", "losses")}
+    network = None if cut.compacted is None else cut.compacted.network.state_dict()
+    return kept | {"report": vars(cut.report), "network": network}
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    """A copy of a network's state."""
+    return {name: value.detach().clone() for name, value in network.state_dict().items()}
 
 
 def _sites_left(gated: nn.Module, compacted: nn.Module) -> set[str]:

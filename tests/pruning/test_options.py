@@ -99,7 +99,7 @@ def one_cycle(optimiser, steps):
 
 @pytest.mark.parametrize(("optimiser", "schedule"), [(sgd, None), (adamw, None), (sgd, one_cycle)])
 def test_a_user_s_optimiser_and_schedule(optimiser, schedule):
-    """They are asked for once for each phase, with its steps, and the loss falls."""
+    """They are asked for once for each phase and for a cut by each score, with its steps, and the loss falls."""
     made, lengths = [], []
 
     def make(parameters):
@@ -111,8 +111,8 @@ def test_a_user_s_optimiser_and_schedule(optimiser, schedule):
         return schedule(of, steps)
 
     result = pruned(make_optimiser=make, make_schedule=schedule and make_schedule, epochs=6, budget=0.7)
-    assert len(made) == 2
-    assert lengths == ([36, 12] if schedule else [])
+    assert len(made) == 5
+    assert lengths == ([36, 48, 48, 48, 12] if schedule else [])
     assert result.history[-1]["loss"] < result.history[0]["loss"]
 
 

@@ -137,13 +137,13 @@ def test_a_loss_that_is_not_finite(tmp_path, epoch):
         return F.cross_entropy(outputs, targets) * (float("nan") if bad else 1.0)
 
     with pytest.raises(FloatingPointError, match="smaller learning rate"):
-        pruned(network, loss=loss, epochs=5, finetune=0.4, checkpoint=path)
+        pruned(network, loss=loss, epochs=5, finetune=0.4, pretrained=False, checkpoint=path)
     state = torch.load(path, weights_only=True)["state"]
     assert state["epoch"] == epoch - 1
     assert all(value.isfinite().all() for value in state["network"].values())
     spoils.clear()
     calls.clear()
-    resumed = pruned(network, loss=loss, epochs=5, finetune=0.4, checkpoint=path, resume=True)
+    resumed = pruned(network, loss=loss, epochs=5, finetune=0.4, pretrained=False, checkpoint=path, resume=True)
     assert resumed.history[-1]["step"] == 40
 
 

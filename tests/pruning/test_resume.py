@@ -263,7 +263,7 @@ def test_the_state_is_one_dict(tmp_path, epoch):
     state = torch.load(path, weights_only=True)["state"]
     control = {"steps", "locations", "gate_optimiser", "integral", "of_loss", "of_penalty", "coefficients"}
     phase = {"network", "optimiser", "schedule"}
-    run_s = {"step", "epoch", "tuned", "findings", "history", "cuts", "latency"}
+    run_s = {"step", "epoch", "tuned", "findings", "history", "cuts", "scored", "latency"}
     assert state.keys() == run_s | phase | (control if epoch == 2 else set())
     assert state["step"] == 8 * state["epoch"] == 8 * (epoch - 1)
 

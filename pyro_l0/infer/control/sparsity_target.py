@@ -442,12 +442,14 @@ class SparsityTarget(Controller):
         return self._budget.fraction({site: is_open.float() for site, is_open in self._open().items()})
 
     @torch.no_grad()
-    def report(self) -> TargetReport:
-        """The progress so far."""
-        tests, names = self.guide.test_gates(), self._budget.names
-        fraction = self.fraction()
+    def report(self, gates: Mapping[str, Tensor] | None = None) -> TargetReport:
+        """The progress so far; of given gates of 0 and 1, in the order of the guide's, instead of the test gates."""
+        tests, names = self.guide.test_gates() if gates is None else gates, self._budget.names
+        opened = {site: gate != 0 for site, gate in tests.items()}
+        self._follow()
+        fraction = self._budget.fraction({site: is_open.float() for site, is_open in opened.items()})
         values = torch.cat([gate.flatten() for gate in tests.values()]) if tests else torch.ones(1)
-        opened = {site: (int((gate != 0).sum()), gate.numel()) for site, gate in tests.items()}
+        numbers = {site: (int(is_open.sum()), is_open.numel()) for site, is_open in opened.items()}
         expected = self._budget.fraction({site: gate.active_prob for site, gate in self.guide.posterior().items()})
         per_unit = self.multiplier / (expected * self.total)
         return TargetReport(
@@ -457,9 +459,28 @@ class SparsityTarget(Controller):
             budget=dict(zip(names, self.budget.tolist(), strict=True)),
             undecided=float(((values > 0) & (values < 1)).float().mean()),
             multiplier=dict(zip(names, per_unit.tolist(), strict=True)),
-            at_minimum=tuple(site for site, (n, _) in opened.items() if n <= self._budget.minimums[site]),
-            open=opened,
+            at_minimum=tuple(site for site, (n, _) in numbers.items() if n <= self._budget.minimums[site]),
+            open=numbers,
         )
+
+    @torch.no_grad()
+    def best_within(self, scores: Mapping[str, Tensor], limits: Mapping[str, float]) -> dict[str, Tensor]:
+        """The gates, 0 or 1 by site, that stay open if those of the lowest scores close until budgets hold.
+
+        Args:
+            scores: of every gate by site, in the order of the guide's.
+            limits: the budgets by the names of their costs.
+        """
+        self._follow()
+        scores = {site: score.to(self.budget) for site, score in scores.items()}
+        opened = {site: torch.ones_like(score) for site, score in scores.items()}
+        coefficients = self._budget.coefficients(opened)
+        positions, is_open = (torch.cat([x.flatten() for x in each.values()]) for each in (scores, opened))
+        budget = self.budget.new_tensor([limits[name] for name in self._budget.names])
+        shapes = {site: score.shape for site, score in scores.items()}
+        gates = gates_within(self._budget, budget, positions, is_open, coefficients, shapes)
+        pieces = gates.split([shape.numel() for shape in shapes.values()])
+        return {site: x.view(shape) for (site, shape), x in zip(shapes.items(), pieces, strict=True)}
 
     @torch.no_grad()
     def add_gradient(self) -> None:
