@@ -9,7 +9,8 @@ edge costs more where it alone is closed. A closed edge passes the mean of its n
 The transformer is frozen. Gates on all 137 edges keep a number of them at the least KL from it to the circuit (as in
 Edge Pruning, Bhaskar et al., 2024, arXiv:2406.16778). The rivals keep the largest gradients: "patching" of the answer's
 logit (Syed et al., 2023, arXiv:2310.10348), "integrated" of the KL, summed on the way from all edges closed (after
-Hanna et al., 2024, arXiv:2403.17806). Three minutes on one core; seed 1: 8/8 known edges, KL 0.043 with 16 edges.
+Hanna et al., 2024, arXiv:2403.17806). ``python examples/circuit_edges.py`` takes three
+minutes on one core; seed 1: 8/8 known edges, KL 0.043 with 16 edges.
 """
 
 from common import command
@@ -103,6 +104,7 @@ def _train(steps: int) -> Transformer:
         F.cross_entropy(transformer(text)[repeats], answer[repeats]).backward()
         optimiser.step()
         schedule.step()
+        command.advance()
     return transformer.requires_grad_(False)
 
 
@@ -154,6 +156,7 @@ def _gated(edges: NetworkEdges, numbers: Sequence[int], steps: int) -> dict[int,
         if step >= 0:
             target.add_gradient()
         optimiser.step()
+        command.advance()
         if step >= 0:
             target.ascend()
     return dict(zip(sorted(numbers, reverse=True), found, strict=True))
@@ -175,7 +178,9 @@ def main(options: Options) -> dict[str, dict[int, list[tuple[float, str]]]]:
     """Print a table and draw the picture; returns KL in nats a token and known edges by method, edges and seed."""
     command.check(options)
     results = {method: {n: list[tuple[float, str]]() for n in options.edges} for method in METHODS}
+    gated = 2 * options.steps // 3
     with command.folder(options.out):
+        command.plan(len(options.seeds) * (options.steps + gated + -(-gated // 10)))
         for seed in options.seeds:
             torch.manual_seed(seed)
             transformer = _train(options.steps)
@@ -183,7 +188,7 @@ def main(options: Options) -> dict[str, dict[int, list[tuple[float, str]]]]:
             edges = gate_edges(transformer, texts[0])
             edges.corrupt_to_mean(texts[0])
             known, scores = _known_edges(edges, texts), _rivals(edges, texts)
-            circuits = {"gates": _gated(edges, options.edges, 2 * options.steps // 3)}
+            circuits = {"gates": _gated(edges, options.edges, gated)}
             for method, score in scores.items():
                 top = {n: score.abs().topk(n).indices for n in options.edges}
                 circuits[method] = {n: torch.zeros(len(score)).index_fill(0, chosen, 1) for n, chosen in top.items()}

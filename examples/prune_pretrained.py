@@ -4,9 +4,8 @@ A small residual network learns scikit-learn's digits. Then ``prune`` takes a co
 epochs as the training had. The table has the test error in percent when the units were taken out and at the end, and
 the part of the budget that the network uses.
 
-``python examples/prune_pretrained.py`` takes a minute on one core. With seed 1 the dense network has an error of 1.1 %.
-Expect 0.5 to 2 % with half or 30 % of the multiply-adds. So few steps are not enough for a twentieth: 12, 18 and 29 %
-with seeds 3, 2 and 1. How importance scores do in as many steps is in ``docs/results.md``.
+``python examples/prune_pretrained.py`` takes one to two minutes on one core. With seed 1 the dense network has an error
+of 1.1 %. Expect 1 to 3 % with half or 30 % of the multiply-adds. So few steps are not enough for a twentieth: 9 %.
 
 Writes ``pruned.md``, ``pruned.png`` and the pruned networks to ``--out``. A killed command goes on from there with
 ``--resume``.
