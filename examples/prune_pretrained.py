@@ -131,7 +131,10 @@ def _plot(rows: list[Row], dense: float, path: Path) -> None:
     """Error at the end against the multiply-adds that are left."""
     points = [[row.budget * row.used for row in rows], [row.end for row in rows]]
     labels = {"xlabel": "multiply-adds, of the dense network's", "ylabel": "test error, %"}
-    save_figure(plot_curves({"pruned": points}, lines={"dense": dense}, xscale="log", **labels), path)
+    axes = plot_curves({"pruned": points}, lines={"dense": dense}, xscale="log", **labels)
+    axes.set_xticks(points[0], [f"{100 * fraction:.2g} %" for fraction in points[0]])
+    axes.minorticks_off()
+    save_figure(axes, path)
 
 
 if __name__ == "__main__":
