@@ -45,7 +45,7 @@ def mixed_posterior(
     error = np.sqrt((probs[:, None] ** 2 * sampled**2 + of_evidence**2).sum(0))
     mean = averaged([each.mean for each in found])
     square = averaged([each.sd**2 + each.mean**2 for each in found])
-    effects = probs @ problem.background.mean(RATIOS[:, None], np.stack([each.mean[:, 0] for each in found]))
+    effects = probs @ problem.background.mean(RATIOS, np.stack([each.mean[:, 0] for each in found]))
     number = np.random.default_rng([seed, 1]).choice(len(RATIOS), draws, p=probs)
     drawn = Draws.joined([each.draws for each in found], number * draws + np.arange(draws))
     return SelectionPosterior(
@@ -75,9 +75,9 @@ def probability_of_background(problem: Problem, background: Background, draws: D
     on = torch.from_numpy(coefficients[:, seen].toarray() != 0)
     logs = []
     for k in range(len(RATIOS)):
-        given, log_weight = background.given(problem, k)
+        given, log_weight = background.given(problem, k, seen)
         # The prior of the gates is the same for all ratios.
-        some = replace(given, x=given.x[:, seen], gate_of=None, prior=replace(problem.prior, rate=0.5))
+        some = replace(given, gate_of=None, prior=replace(problem.prior, rate=0.5))
         logs.append(GaussianEvidence(some).log_marginal(on) + log_weight)
     log_evidence = (torch.stack(logs) - logs[0]).logsumexp(1)
     return 1 - float(log_evidence.softmax(0)[0])
