@@ -13,11 +13,15 @@ regressor's data are drawn again until that is within 2 % of the unit that they 
 or more is of each class: a choice by y leaves the posterior given y as it is. Standard errors are those that the
 posterior gives itself: gates of one data set depend on one another.
 
-``background``: both designs of susieR 2.0 with small effects of all features. Of 200 features, neighbours of which
-correlate by .9, three have effects that explain half of a quarter of the variance of 1,000 observations, five or ten
-further ones .35 or .15 of it, and all features the rest. Which share of the sets of a fit with ``background=True``
-holds none of the five largest effects, and how many of these does a set hold? It is a study of hours and only runs
-where it is asked for; every fit appends a line to the file ``--out``, from which the next call goes on.
+``background``: both designs of susieR 2.0 with small effects of all features, as its authors' scripts simulate them
+(github.com/alexmccreight/susieR2.0-paper, Simulation_Studies), on 200 features, neighbours of which correlate by .9, in
+place of genotypes. Three features have effects that explain half of a quarter of the variance of 1,000 observations,
+five or ten further ones .35 or .15 of it, and all others the rest; those of the first two kinds are drawn until no two
+correlate by more than .1, or .2 to .5 where that is rare. Effects that count are those that a test of the feature alone
+would see with a probability of .8 after Bonferroni's correction. False discovery is the mean over data sets of the
+share of sets without such an effect, power that of the share of these effects that are in a set. SuSiE-inf fits the
+same data where its authors' package ``susieinf`` is installed, by its command's defaults. It is a study of hours and
+only runs where it is asked for; every fit appends a line to the file ``--out``, from which the next call goes on.
 
 A mark "!" stands where a number leaves what is asked: .93, or 3 standard errors, and then the command ends with 1; one
 in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets.
@@ -36,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import chi2, ncx2
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -88,56 +93,75 @@ def coverage(rho: float, options: argparse.Namespace) -> bool:
     return not mark
 
 
-def with_small_effects(some: int, share: float, options: argparse.Namespace) -> bool:
+def with_small_effects(further: int, share: float, options: argparse.Namespace) -> bool:
     """Print the counts of a design, whose fits are in a file or follow now; returns whether they are as asked."""
     lines = options.out.read_text().splitlines() if options.out.exists() else []
-    records = {r["number"]: r for r in map(json.loads, lines) if r["further"] == some}
+    records = {r["number"]: r for r in map(json.loads, lines) if r["further"] == further}
     for number in range(1, options.replicates + 1):
         if number not in records:
-            records[number] = {"further": some, "number": number, **with_small_effects_of(some, share, number)}
+            x, y, causal = small_effects(further, share, number)
+            fits = {"ours": ours_on(x, y, number), "SuSiE-inf": susie_inf_on(x, y)}
+            records[number] = {"further": further, "number": number, "causal": causal, **fits}
             with options.out.open("a") as file:
                 file.write(json.dumps(records[number]) + "\n")
-    own = [records[number] for number in range(1, options.replicates + 1)]
-    sets, wrong, held = (sum(r[key] for r in own) for key in ("sets", "wrong", "held"))
-    print(
-        f"{some} further effects, {len(own)} data sets: {sets} sets, {wrong} of them wrong "
-        f"({wrong / max(sets, 1):.3f}), {held} of {5 * len(own)} effects in a set ({held / (5 * len(own)):.3f})"
-    )
-    count, expected, found = (np.sum([r[key] for r in own], axis=0) for key in ("count", "expected", "found"))
-    # Gates of one data set depend on one another, so the error is that of the differences of data sets.
-    apart = np.array([r["found"] for r in own]) - np.array([r["expected"] for r in own])
-    error = apart.std(0) * math.sqrt(len(own))
-    for k in range(10):
-        where = f"PIP {k / 10:.1f}–{(k + 1) / 10:.1f}: {count[k]:6.0f} features"
+    kept = True
+    for name in ("ours", "SuSiE-inf"):
+        known = [r for r in (records[n] for n in range(1, options.replicates + 1)) if r[name] is not None]
+        if not known:
+            print(f"{further} further effects, {name}: not installed")
+            continue
+        wrong = [[not set(r["causal"]) & set(features) for features in r[name]] for r in known]
+        held = [[any(j in features for features in r[name]) for j in r["causal"]] for r in known if r["causal"]]
+        false, power = ([float(np.mean(each)) if each else 0.0 for each in of] for of in (wrong, held))
+        error = [float(np.std(of)) / math.sqrt(len(of)) for of in (false, power)]
         print(
-            f"  {where}, {expected[k]:6.1f} expected, {found[k]:4.0f} among the five (s.e. {error[k]:.1f})", flush=True
+            f"{further} further effects, {name}, {len(known)} data sets: false discovery {np.mean(false):.3f} ± "
+            f"{error[0]:.3f}, power {np.mean(power):.3f} ± {error[1]:.3f}; {sum(map(sum, wrong))} of "
+            f"{sum(map(len, wrong))} sets wrong, {sum(map(sum, held))} of {sum(map(len, held))} effects in a set",
+            flush=True,
         )
-    return bool(wrong <= 0.05 * sets)
+        kept &= name != "ours" or float(np.mean(false)) <= 0.05
+    return kept
 
 
-def with_small_effects_of(some: int, share: float, number: int) -> dict[str, Any]:
-    """Draw a data set, fit it, and count."""
-    rng = np.random.default_rng([some, number])
-    x = features("ar", 0.9, rng, 1000, 200)
-    beta = np.zeros(200)
-    order = rng.permutation(200)
-    for chosen, part in ((order[:3], 0.5), (order[3 : 3 + some], share), (order, 0.5 - share)):
-        own = np.zeros(200)
-        own[chosen] = rng.normal(size=len(chosen))
+def small_effects(further: int, share: float, number: int) -> tuple[Array, Array, list[int]]:
+    """Features, observations, and the features whose effects count."""
+    rng = np.random.default_rng([further, number])
+    n, p, apart = 1000, 200, 3 + further
+    x = features("ar", 0.9, rng, n, p)
+    correlated = np.triu(np.abs(np.corrcoef(x.T)), 1)
+    for most in np.repeat([0.1, 0.2, 0.3, 0.4, 0.5], 500):
+        order = rng.permutation(p)
+        if correlated[np.ix_(order[:apart], order[:apart])].max() < most:
+            break
+    beta = np.zeros(p)
+    parts = (order[:3], 0.5, 1.0), (order[3:apart], share, rng.choice([0.05, 0.15], further, p=[0.75, 0.25]))
+    for chosen, part, scale in (*parts, (order[apart:], 0.5 - share, 1.0)):
+        own = np.zeros(p)
+        own[chosen] = scale * rng.normal(size=len(chosen))
         beta += own * math.sqrt(0.25 * part) / (x @ own).std()
-    y = x @ beta + math.sqrt(0.75) * rng.normal(size=1000)
-    largest = np.argsort(-np.abs(beta))[:5]
-    model = SpikeSlabRegressor(background=True, random_state=number).fit(x, y)
-    found = model.credible_sets_
-    bins, truth = np.minimum(10 * model.pip_, 9).astype(int), np.isin(np.arange(200), largest)
-    return {
-        "sets": len(found),
-        "wrong": sum(not truth[list(s.features)].any() for s in found),
-        "held": sum(any(j in s.features for s in found) for j in largest),
-        "count": np.bincount(bins, minlength=10).tolist(),
-        "expected": np.bincount(bins, model.pip_, 10).tolist(),
-        "found": np.bincount(bins, truth, 10).tolist(),
-    }
+    noise = math.sqrt(0.75 / 0.25) * (x @ beta).std()
+    y = x @ beta + noise * rng.normal(size=n)
+    power = ncx2.sf(chi2.isf(0.05 / p, 1), 1, n * (beta / noise) ** 2)
+    return x, y, np.flatnonzero(power >= 0.8).tolist()
+
+
+def ours_on(x: Array, y: Array, seed: int) -> list[list[int]]:
+    """The features of each credible set."""
+    found = SpikeSlabRegressor(background=True, random_state=seed).fit(x, y).credible_sets_
+    return [[int(j) for j in s.features] for s in found]
+
+
+def susie_inf_on(x: Array, y: Array) -> list[list[int]] | None:
+    """The same of SuSiE-inf; None where it is not installed."""
+    try:
+        from susieinf import cred, susie
+    except ImportError:
+        return None
+    n, correlation = len(y), x.T @ x / len(y)
+    y = (y - y.mean()) / y.std()
+    fit = susie(x.T @ y / math.sqrt(n), 1.0, n, 10, LD=correlation, verbose=False)
+    return [[int(j) for j in features] for features in cred(fit["PIP"], coverage=0.95, purity=0.5, LD=correlation)]
 
 
 class Hyperparameters(NamedTuple):
