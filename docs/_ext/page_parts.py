@@ -1,8 +1,9 @@
-"""Parts of pages: a picture's description stands below it, and the commands behind results fold away."""
+"""Parts of pages: captions of pictures, files that are no pages, and the commands behind results, which fold away."""
 
 from __future__ import annotations
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 
@@ -13,6 +14,15 @@ def add_captions(app: Sphinx, doctree: nodes.document) -> None:
             paragraph, figure = picture.parent, nodes.figure("", picture, nodes.caption("", picture["alt"]))
             doctree.set_id(figure)  # which Sphinx expects of one with a caption
             paragraph.replace_self(figure)
+
+
+def offer_files(app: Sphinx, doctree: nodes.document) -> None:
+    """A link to a Markdown file that is no page of the site, as those of the laboratory, downloads it."""
+    for link in list(doctree.findall(addnodes.pending_xref)):
+        path = f"{link['reftarget']}.md"
+        is_page = link["reftarget"] in app.env.found_docs
+        if link.get("refdomain") == "doc" and not is_page and (app.srcdir / path).is_file():
+            link.replace_self(addnodes.download_reference("", "", *link.children, reftarget=f"/{path}"))
 
 
 def fold_commands(app: Sphinx, doctree: nodes.document) -> None:
@@ -33,7 +43,8 @@ def fold_commands(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect both to the reading of pages."""
+    """Connect all to the reading of pages: links to files before Sphinx looks for what to copy."""
+    app.connect("doctree-read", offer_files, priority=400)
     app.connect("doctree-read", add_captions)
     app.connect("doctree-read", fold_commands)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
