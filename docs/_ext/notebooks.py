@@ -2,7 +2,7 @@
 
 Each tutorial becomes ``docs/notebooks/NAME.ipynb``, which a code host shows, and the site hands out. It runs if it is
 named, or if its code is not that of its file; else only the text is renewed. As an extension of Sphinx, this puts the
-last picture of each tutorial on its card in their list.
+last picture of each tutorial on its card in their list, and says which pages have cells that run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parents[1]
 _FOLDER = "tutorials/"
+_HEAD = "---\n{file_format: mystnb, kernelspec: {name: python3}}\n---\n"
 
 
 def set_environment() -> None:
@@ -69,6 +70,12 @@ def execute(notebook: nbformat.NotebookNode) -> None:
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
 
 
+def mark_cells(app: Sphinx, name: str, source: list[str]) -> None:
+    """Put before a page with cells what MyST-NB knows it by, which a code host would show; warnings count its lines."""
+    if "\n```{code-cell}" in source[0]:
+        source[0] = f"{_HEAD}{source[0]}"
+
+
 def add_pictures(app: Sphinx, doctree: nodes.document, name: str) -> None:
     """Put the last picture of each tutorial on its card in their list."""
     if app.builder.format == "html" and name == f"{_FOLDER}index":
@@ -81,7 +88,8 @@ def add_pictures(app: Sphinx, doctree: nodes.document, name: str) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect the list to the build."""
+    """Connect both to the build."""
+    app.connect("source-read", mark_cells)
     app.connect("doctree-resolved", add_pictures)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 

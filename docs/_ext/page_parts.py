@@ -1,6 +1,9 @@
-"""Parts of pages: captions of pictures, files that are no pages, and the commands behind results, which fold away."""
+"""Parts of pages: captions of pictures, files that are no pages, commands that fold away, and the sidebar's groups."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 from docutils import nodes
 from sphinx import addnodes
@@ -17,12 +20,13 @@ def add_captions(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def offer_files(app: Sphinx, doctree: nodes.document) -> None:
-    """A link to a Markdown file that is no page of the site, as those of the laboratory, downloads it."""
+    """A link to a text that is no page of the site, as those of the laboratory and notebooks, downloads its file."""
     for link in list(doctree.findall(addnodes.pending_xref)):
-        path = f"{link['reftarget']}.md"
-        is_page = link["reftarget"] in app.env.found_docs
-        if link.get("refdomain") == "doc" and not is_page and (app.srcdir / path).is_file():
-            link.replace_self(addnodes.download_reference("", "", *link.children, reftarget=f"/{path}"))
+        if link.get("refdomain") == "doc" and link["reftarget"] not in app.env.found_docs:
+            for suffix in app.config.source_suffix:
+                if (app.srcdir / f"{link['reftarget']}{suffix}").is_file():
+                    path = f"/{link['reftarget']}{suffix}"
+                    link.replace_self(addnodes.download_reference("", "", *link.children, reftarget=path))
 
 
 def fold_commands(app: Sphinx, doctree: nodes.document) -> None:
@@ -42,9 +46,23 @@ def fold_commands(app: Sphinx, doctree: nodes.document) -> None:
         block.replace_self([opening, block, nodes.raw("", "</details>", format="html")])
 
 
+def group_guides(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """In the sidebar guides stand in the groups of their list, each of which begins with its first link there."""
+    for group in app.env.get_doctree("howto/index").findall(nodes.section):
+        if isinstance(group.parent, nodes.section) and "furo_navigation_tree" in context:
+            first = next(group.findall(addnodes.pending_xref))["reftarget"]
+            uri = "#" if first == page else app.builder.get_relative_uri(page, first)
+            entry = re.compile(rf'<li class="toctree-l2[^>]*><a class="[^"]*" href="{re.escape(uri)}">')
+            heading = f'<li class="guides">{group[0].astext()}</li>'
+            context["furo_navigation_tree"] = entry.sub(rf"{heading}\g<0>", context["furo_navigation_tree"])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect all to the reading of pages: links to files before Sphinx looks for what to copy."""
+    """Connect these to the reading of pages, links to files before Sphinx copies these, and to the theme's sidebar."""
     app.connect("doctree-read", offer_files, priority=400)
     app.connect("doctree-read", add_captions)
     app.connect("doctree-read", fold_commands)
+    app.connect("html-page-context", group_guides, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -26,8 +26,9 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_a_page_reads_well_on_a_code_host(page):
-    """No role of Sphinx, no label; links lead to files and to headings that are there."""
+    """No role of Sphinx, no label, nothing above the title; links lead to files and to headings that are there."""
     text = prose(page)
+    assert not text.startswith("---")
     assert re.findall(r"\{[a-z:]+\}`[^`]*`", text) == []
     assert re.findall(r"^\([\w-]+\)=$", text, re.MULTILINE) == []
     for path, anchor in LINK.findall(text):

@@ -90,7 +90,7 @@ def test_outputs_stay_while_the_code_does(notebooks, tmp_path, monkeypatch):
     (tmp_path / "tutorials").mkdir()
     (tmp_path / "notebooks").mkdir()
     page, names = tmp_path / "tutorials" / "page.md", []
-    text = "---\nfile_format: mystnb\n---\n\n# A page\n\n```{code-cell} ipython3\nprint(1)\n```\n"
+    text = "# A page\n\n```{code-cell} ipython3\nprint(1)\n```\n"
     page.write_text(text)
     assert printed() == "1"
     page.write_text(text.replace("A page", "Another title"))
