@@ -1,6 +1,5 @@
 """Sphinx settings: Markdown pages that run their code, furo, warnings as errors in CI."""
 
-import os
 import re
 import sys
 import tempfile
@@ -13,8 +12,10 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 from inventories import write_inventories
+from notebooks import set_environment
 from run_code import BLOCK, can_import, missing, pages
 
 from pyro_l0 import __version__
@@ -29,6 +30,7 @@ extensions = [
     "api_entries",
     "mathml",
     "myst_nb",
+    "names",
     "notebooks",
     "page_parts",
     "sphinx.ext.autodoc",
@@ -39,7 +41,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "jupyter_execute", "architecture.md", "lab"]
+exclude_patterns = ["_build", "jupyter_execute", "notebooks", "architecture.md", "lab"]
 templates_path = ["templates"]
 html_theme = "furo"
 html_math_renderer = "mathml"
@@ -101,13 +103,7 @@ for _page in pages():
         nb_execution_excludepatterns.append(_page.relative_to(Path(__file__).parent).as_posix())
         logging.getLogger(__name__).info("%s: its cells are not run, they need %s", _page, " and ".join(_libraries))
 nb_merge_streams = True
-# Pages run side by side: with a thread for every core each, small programs take up to twenty times as long.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Pages show pictures by the kernel's own backend, whatever the builder's is.
-os.environ.pop("MPLBACKEND", None)
-# Pyro's progress bars look for widgets in a notebook, and would warn on each page that there are none; arviz announces
-# its next version once a day.
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore::FutureWarning:arviz"
+set_environment()
 
 
 def link_back(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:

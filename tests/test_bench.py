@@ -35,6 +35,12 @@ def test_enumeration_is_calibrated():
     assert printed.count("ranks p = ") == 14
 
 
+def test_families_are_timed():
+    """A row for each of the nine estimators."""
+    printed = run("posteriors/bench_families.py", "--n", "80", "--features", "4")
+    assert len(printed.splitlines()) == 2 + 9
+
+
 def test_the_whole_command_is_timed():
     """And what its epochs cost beside their training."""
     printed = run("steps/bench_epochs.py", "--epochs", "2", "3")

@@ -13,6 +13,7 @@ import pytest
 import tyro
 
 from common.data import MNIST_SHA256
+from pyro_l0.distributions.gate import GateDistribution
 from tests.examples.test_cifar import write_small_cifar
 from tests.examples.test_data import idx
 
@@ -65,15 +66,18 @@ def test_every_item_has_one_row(paper, kind, last):
 
 
 def test_every_name_exists():
-    """Files, pages, pictures, and what a role names in the package."""
+    """Files, pages, pictures, and what inline code names: of the package, of a gate, or an argument."""
     files = re.findall(r"(?:examples|tests)/[\w/]+\.py", re.sub("`[^`]+`, at commit", "", PAGE))
     assert len(files) > 10
     missing = [name for name in files if not (ROOT / name).is_file()]
-    pages = [f"{name}.md" for name in re.findall(r"\{doc\}`([^`]+)`", PAGE)] + re.findall(r"\]\((images/\S+)\)", PAGE)
-    missing += [name for name in pages if not (ROOT / "docs" / name).is_file()]
-    roles = re.findall(r"\{(?:class|func|meth|attr)\}`~([\w.]+)`", PAGE)
-    assert len(roles) >= 20
-    assert missing + [name for name in roles if pydoc.locate(name) is None] == []
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)", PAGE)
+    missing += [name for name in linked if not (ROOT / "docs" / name).is_file()]
+    names = {*re.findall(r"`([A-Za-z]\w*(?:\.(?!py|png)\w+)?)[`(]", PAGE)}
+    doors = [f"pyro_l0.{door}" for door in ("distributions", "infer", "nn")]
+    public = {name for name in names if any(pydoc.locate(f"{door}.{name}") for door in doors)}
+    assert len(public) >= 20
+    assert missing == []
+    assert {name for name in names - public if not hasattr(GateDistribution, name)} == {"group_size", "weight_decay"}
 
 
 def test_pictures_are_small():

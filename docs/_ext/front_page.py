@@ -1,14 +1,18 @@
-"""The two pictures of README.md, from what its first two programs find: python docs/front_page.py"""
+"""The two pictures of README.md, from what its first two programs find: python docs/_ext/front_page.py"""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-from run_code import programs
 from torch import nn
 
-DOCS = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from run_code import programs
+
+DOCS = Path(__file__).resolve().parents[1]
 ACTIVE, CLOSED, TEXT = "#e8710a", "#9aa0a6", "#80868b"  # readable on white and on black
 
 
