@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from pyro_l0.nn.engine import Analysis, Maps, Operation, find_entry
 from pyro_l0.nn.engine.maps import ZERO, runs_as
@@ -165,7 +166,7 @@ class Expand(_Indexed):
 
 def _selected(x: Tensor, index: Tensor, dim: int, size: int) -> Tensor:
     is_script = torch.jit.is_scripting()  # type: ignore[attr-defined]
-    if (is_script or torch._C._get_tracing_state() is None) and x.shape[dim] != size:
+    if (is_script or not is_tracing()) and x.shape[dim] != size:
         raise ValueError(
             f"Expected {size} units in dimension {dim}, of which {len(index)} are read, but got a tensor of shape "
             f"{list(x.shape)}."

@@ -10,6 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -18,7 +19,7 @@ _Options = TypeVar("_Options")
 
 def traced() -> bool:
     """Whether what runs now is recorded for other values, by torch.compile or by ``torch.jit.trace``."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or bool(is_tracing())
 
 
 def transformed() -> bool:
