@@ -17,6 +17,11 @@ from pyro_l0.maths.second_order import BATCH, DesignQuadratic, Normals, Quadrati
 class CollapsedQuadratic:
     """Log odds and evidence of gates in front of Gaussian slabs that are integrated out.
 
+    The log likelihood is f (b'x - x'A x / 2) in x = z w, with slabs w ~ N(0, s^2) and f the ``factor``. In units of s,
+    the open slabs have the precision M = I + U A U with U = sqrt(f) s (``unit``), and the linear term h = U sqrt(f) b.
+    With M = L L' (``inverse`` is L^-1, ``whitened`` is L^-1 h) the log evidence is |L^-1 h|^2 / 2 - log det L: "Slabs
+    given their gates" in docs/lab/derivations.md, for f = 1.
+
     The slabs' scale is a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S chains has its own. With
     ``gate_of``, shape ``(p,)``, elements share gates; -1 is one that is always there. Of shape ``(p, k)``, it has the
     gates of which all must be open, as the gate of a group and that of a feature, padded with -1. ``factor``, shape
@@ -153,6 +158,10 @@ class CollapsedQuadratic:
         return _Open(index, valid, unit, inverse, _product(inverse, linear * root * unit))
 
     def _log_bayes_factors(self, z: Tensor, on: Tensor, batch: slice) -> Tensor:
+        # Two evidences differ by the integral over one slab x, exp(h x - (e - 1) x^2 / 2) against its prior, which is
+        # (h^2 / e - log e) / 2 (_log_integral). Behind a closed gate j, e and h are the Schur complement of M: with
+        # c = L^-1 U A_j (cross), e = 1 + u_j^2 (A_jj - |c|^2) and h = h_j - u_j c'(L^-1 h), the rest. Behind an open
+        # one they come from its mean m and variance V given y, as e = 1 / V and h = m / V, where V = (M^-1)_jj.
         open_ = self._open(on, batch)
         if self._groups is None:
             factors = _log_integral(*_closed(open_, self._elements(batch), self.quadratic.rows(open_.index)))
@@ -216,10 +225,10 @@ class CollapsedSum:
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
         """As those of :class:`CollapsedQuadratic`."""
-        found = prior_logits.to(z).expand(z.shape).clone()
-        for part, own in self._parts:
-            found.index_add_(1, own, part.log_bayes_factors(z[:, own]))
-        return found
+        logits = prior_logits.to(z).expand(z.shape).clone()
+        for part, gates in self._parts:
+            logits.index_add_(1, gates, part.log_bayes_factors(z[:, gates]))
+        return logits
 
 
 class PartConditionals(NamedTuple):
@@ -328,6 +337,9 @@ class _Groups:
         self, z: Tensor, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor
     ) -> Tensor:
         """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, and the linear term that the open elements leave."""
+        # As for single elements, with blocks in place of e and h: of a closed gate the Schur complement E = schur and
+        # the rest h, which give h'E^-1 h / 2 - log det(E) / 2; of an open one the covariance V = inverse and the mean
+        # m of its open members, which give m'V^-1 m / 2 + log det(V) / 2. A gate of no open member counts as closed.
         switched = self._switched(z)
         unit = unit[:, self.members]
         columns = (cross[:, :, self.members] * unit[:, None]).movedim(1, 2)

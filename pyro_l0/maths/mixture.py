@@ -232,7 +232,12 @@ class Exponential(NamedTuple):
         return -torch.log1p(u * expm1(-self.beta)) / self.beta
 
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
-        """The positive root of the quadratic that Eq. 6 = p is in exp(beta s), solved for its distance from 1."""
+        """The positive root of the quadratic that Eq. 6 = p is in exp(beta s), solved for its distance from 1.
+
+        With q = sigmoid(logits) and E = exp(-beta), y = exp(beta s) - 1 solves a y^2 + b y = p (1 - E), with a = q E,
+        b = 1 - q + q E - p (1 - E) and p (1 - E) the ``mass``: by 2 mass / (b + root) where b is not negative
+        (``near``), else by (root - b) / 2 a (``far``, with the logarithm of 1 + y from that of a), so nothing cancels.
+        """
         upper = p > 0.5  # the mirrored mixture from its lower end, as 1 - p is exact there
         p, logits = torch.where(upper, 1 - p, p), torch.where(upper, -logits, logits)
         mass = -p * expm1(-self.beta)

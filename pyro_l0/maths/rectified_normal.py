@@ -27,7 +27,9 @@ def log_interior_prob(loc: Tensor, scale: Tensor) -> Tensor:
     """log P(0 < z < 1)."""
     a, b, _ = _reflect(-loc / scale, (1 - loc) / scale)
     # A wide scale makes the interval narrow, and a difference of its ends' probabilities cancels; there a series of
-    # the density about the middle. The terms left out are below (middle * width)^6 / 322560.
+    # the density phi about the middle x: the integral over a width w is w phi (1 + w^2 / 24 phi'' / phi + w^4 / 1920
+    # phi / phi), with phi / phi = x^2 - 1 and phi / phi = x^4 - 6 x^2 + 3, Hermite's polynomials; m is x^2. The
+    # terms left out are below (middle * width)^6 / 322560.
     middle, width = (0.5 - loc) / scale, 1 / scale
     narrow = width * middle.abs().clamp(min=1.0) < (0.01 if a.dtype == torch.float64 else 0.1)
     m, w = torch.where(narrow, middle, 0.0).square(), torch.where(narrow, width, 0.01)

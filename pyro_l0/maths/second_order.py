@@ -197,6 +197,7 @@ class SparseColumns:
 
     def shrunk(self, left: Tensor, share: Tensor) -> SparseColumns:
         """The columns as :func:`shrunk` makes them."""
+        # The columns q_i of Q (left) are orthogonal: |x - Q t Q'x|^2 = |x|^2 - sum_i (q_i'x)^2 t_i (2 - t_i |q_i|^2).
         norms = left.square().sum(0)
         square = (self.square - (self @ left).square() @ (share * (2 - share * norms))).clamp(min=0)
         return SparseColumns(self._matrix, self._centre, self.divisor, self._root, square, (left, share))
@@ -306,7 +307,11 @@ def maximise(value_at: Value, step_from: NextStep, point: Point, advice: str = "
 
 
 def _ascended(value_at: Value, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, bool]:
-    """Points after the longest of the halved steps that gains enough, their values, and whether any has moved."""
+    """Points after the longest of the halved steps that gains enough, their values, and whether any has moved.
+
+    Enough is a share c = ``_ARMIJO`` of what the slope promises: f(x + t d) - f(x) >= c t (slope . d), with length t,
+    moves d and gain slope . d, the rule of Armijo (Nocedal and Wright, Numerical Optimization, section 3.1).
+    """
     length = torch.ones_like(value)
     for _ in range(_HALVINGS):
         with torch.no_grad():
@@ -434,7 +439,12 @@ def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Ten
         return value - 0.5 * point[0].square().sum(1)
 
     def step_from(point: Point, value: Tensor) -> Step:
-        """By the sizes of the Hessian's eigenvalues, which are stored."""
+        """By the sizes of the Hessian's eigenvalues, which are stored.
+
+        With -H = V diag(values) V' the step is V diag(1 / |values|) V' slope, which ascends where the slope is not 0:
+        the saddle-free step of Dauphin and others (2014), arXiv:1406.2572. At a maximum all values are positive, it is
+        Newton's, and their logs add up to log det(-H), as Laplace's approximation takes it.
+        """
         with torch.enable_grad():
             x = point[0].detach().requires_grad_()
             (slope,) = torch.autograd.grad(value_at((x,)).sum(), x, create_graph=True)

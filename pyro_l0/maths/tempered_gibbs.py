@@ -215,8 +215,10 @@ def collapsed_mean_field(
 ) -> Tensor:
     """Log odds of independent gates, by natural gradients of the collapsed evidence bound; shape ``(G,)``.
 
-    The exact natural gradient moves the log odds towards the mean log odds of each gate given draws of the others. It
-    starts from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
+    Of the bound E_q[log p(y, z) - log q(z)] with q of log odds l the natural gradient is E_q[g(z)] - l, with g the log
+    odds of each gate given the others (``gibbs``), which coordinate ascent would set l to (Hoffman and others 2013,
+    arXiv:1206.7051). A step goes a falling share of that way, with the mean over draws of q in place of E_q. It starts
+    from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
     """
     logits = torch.logit(_start_probs(collapsed, prior))
     draws = collapsed.chains or 16
@@ -243,7 +245,9 @@ def tempered_gibbs(
 
     Each step flips one gate j, chosen in proportion to v_j = (eta_j + c) / (2 P(z_j | others)) with eta_j its
     running active probability and c a little. So an improbable gate vector is left at once, by a gate that matters, and
-    has a weight of 1 / sum v.
+    has a weight of 1 / sum v: the flips are reversible for the posterior times sum v, as v_j of a gate vector times its
+    probability is the same as after the flip of j. Zanella and Roberts (2019), arXiv:1805.00541; "Sampled gates" in
+    docs/lab/derivations.md.
 
     Chains with scales or factors of their own each sample their own posterior, and the averages give every chain the
     same weight. They ``start`` from gates of shape ``(chains, G)``, by default draws from the prior. The share
@@ -336,6 +340,8 @@ class Rates(NamedTuple):
     def of(tried: Tensor, z: Tensor, logits: Tensor) -> Rates:
         """From half of how often each gate is tried.
 
+        With a the log odds ``against`` a gate's value, 1 / P(z_j | others) is 1 + e^a, so v is ``tried`` times that.
+        Both terms are divided by e^m, with m = max(0, a) over a chain's gates (``most``), which the log total has back.
         Log odds of hundreds must not be cut off: the scales move while such a gate is closed, too, by the sum of v.
         """
         # Log odds of the other value; gates that are always open have infinite ones.

@@ -150,7 +150,13 @@ class _Circuit:
         return self._of_clause[clause]
 
     def arrange(self) -> None:
-        """Find a position for every node, behind those of the gates and the numbers 0 and 1."""
+        """Find a position for every node, behind those of the gates and the numbers 0 and 1.
+
+        A node's level is one more than the highest of its parts'. Nodes of one level, of one kind and of as many parts
+        up to the next power of two are a step: a matrix of their parts' positions, filled up by what changes nothing, 1
+        where all hold (a product) and 0 where some do (1 less a product of 1 less each). So a call gathers and
+        multiplies once a step.
+        """
         zero, one = self._gates, self._gates + 1
         position = self._gates + 2
         steps: dict[tuple[int, bool, int], list[tuple[int, tuple[int, ...]]]] = {}

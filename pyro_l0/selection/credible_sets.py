@@ -164,7 +164,11 @@ class _Grower:
         self._level, self._min_correlation = level, min_correlation
 
     def grow(self, seed: int, free: NDArray[np.bool_]) -> list[int] | None:
-        """The members of a set that starts with a feature; None if it does not reach the level."""
+        """The members of a set that starts with a feature; None if it does not reach the level.
+
+        A cover by greed: while too many draws have no open member (``missed``), the feature that is open in most of
+        them joins, among those that correlate enough with all members. Members that the level does not need then leave.
+        """
         if int(seed) not in self._column_of:
             return None
         members = [self._column_of[int(seed)]]

@@ -312,7 +312,8 @@ def _set(gates: Tensor, chunks: list[_Chunk], value: float) -> Tensor:
 def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
     """The smallest number below a length for which a statement holds that holds for all larger ones, or the length.
 
-    The search goes from a guess by doubling steps.
+    The search goes from a guess by doubling steps, and then by halves between the last two (Bentley and Yao 1976): so a
+    guess that is off by k takes about 2 log2(k) tries. Between tries it does not hold at ``low``, and does at ``high``.
     """
     low, high = -1, length  # it does not hold at low, and does at high
     at, step = min(max(guess, 0), length - 1), 1

@@ -83,6 +83,11 @@ class Estimators:
 
 
 def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    """The cost at two gates from the same uniform numbers u, less one another, times u - 1/2.
+
+    z = 1[u > sigmoid(-l)] and 1[u < sigmoid(l)] both have the probability sigmoid(l). They are the same where the
+    logits l are far from 0, so that the difference is 0 there (Yin and Zhou 2019).
+    """
     noise = {name: torch.rand_like(gate.logits) for name, gate in gates.items()}
     first = evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()})
     second = evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()})
@@ -110,6 +115,12 @@ def _reinmax(evaluate: _Evaluate, gates: _Gates) -> Estimate:
 
 
 def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    """The score function of the cost less that of a concrete, and the concrete's own derivative added again.
+
+    With c the cost, z the draw (``hard``), x the concrete that it rounds (``free``) and y a concrete given z
+    (``tied``), the gradient is E[(c(z) - c(y)) d log q(z) + d c(x) - d c(y)], where the derivatives of x and y are
+    pathwise (Tucker and others 2017). The terms with x and y have the mean 0 together.
+    """
     hard, free, tied = _relaxations(gates)
     found = evaluate(hard)
     _, free_slope = _cost_and_slope(evaluate, free)

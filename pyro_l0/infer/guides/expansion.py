@@ -170,6 +170,11 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
     """Find the mode and expand about it.
 
     The other latents start at ``hyper`` on the real line, and those of ``held`` stay there.
+
+    The slabs' mode and that of the other latents are found by turns. At the mode w of the slabs, with A the curvature
+    of the log likelihood L and g its gradient, b = g + A w, so that b'x - x'A x / 2 has the slope g at w. With f =
+    e^(c't) the slope at w is f (b + K t - A w) = f (g + K t), whose derivative by t at 0 is that of g if K = dg/dt - g
+    c', and c is taken from how the trace of A changes. "Slabs given their gates, computed" in docs/lab/derivations.md.
     """
     slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device, requires_grad=True)
     loc, scale = (x.detach() for x in model.slab_prior(hyper))

@@ -229,7 +229,15 @@ def _axes(maps: Maps, x: Comparison) -> dict[Source, Axis]:
 
 
 class _Integers:
-    """What modules' integers are, by equations with sizes."""
+    """What modules' integers are, by equations with sizes.
+
+    In the recorded call the code compared integers, as in ``x.shape[-1] == self.heads * self.width``, and those that
+    were equal are equations for what they are made of: sizes of tensors, which the cut gives, and integers that modules
+    hold. Taken by how many of the latter they have, the first equation in which one is new defines it. ``solve`` finds
+    it from the difference of both sides at 0 and at 1, which gives the root of a linear equation; the root is tried in
+    the equation itself, and where that does not hold, as with remainders, the integer stays what it is. The others are
+    checks (``agree``). In exact fractions; our own.
+    """
 
     def __init__(self, maps: Maps, size: Callable[[Axis], int]) -> None:
         self._maps, self._size = maps, size
@@ -284,7 +292,13 @@ def _holders(equation: Comparison) -> list[Holder]:
 
 
 class _FreeSizes:
-    """Sizes as polynomials of which units stay, at a random point: what is equal there is equal for all cuts."""
+    """Sizes as polynomials of which units stay, at a random point: what is equal there is equal for all cuts.
+
+    A size is a sum over units, 1 for each that stays. Here a unit that can leave weighs a random integer below 2^16,
+    one that stays 1, a unit of a flat dimension the product of its factors' weights, and units on both sides of a gate
+    the same. Two polynomials of degree d that differ are equal at such a point with a probability of at most d / 65,534
+    (Schwartz 1980; Zippel 1979). ``fix`` keeps whole dimensions and lets go of each without which sizes still agree.
+    """
 
     def __init__(self, maps: Maps) -> None:
         self._units = units = maps.slots.units()

@@ -251,6 +251,12 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
 class _Remaining:
     """By unit, the statement that it stays.
 
+    A unit on one side of an open gate stays if that on the other side does, and so along any path of open gates: the
+    disjunction, over paths, of that both what is known at its other end and all gates on the way hold. As in Gaussian
+    elimination, with "some" for sums and "both" for products, units leave one by one, those of fewest links first, and
+    their neighbours are then linked by the ways through them (``_order``; Tarjan 1981, A unified approach to path
+    problems). Two passes, forwards and back, tell each unit what is known of all others (``_pass``).
+
     Gates and boxes tell a unit what is known of others that it belongs with, without what it told them itself: nothing
     comes back, except where boxes make a ring.
     """

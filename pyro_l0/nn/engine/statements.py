@@ -275,7 +275,13 @@ class NormalForms(Statements):
         )
 
     def _entails(self, one: int, clause: Clause) -> bool:
-        """Whether a clause is seen to follow from a statement: from a clause of that, or one of its literals does."""
+        """Whether a clause is seen to follow from a statement: from a clause of that, or one of its literals does.
+
+        A statement is a meet of clauses and a clause a join of literals, which are gates and statements. In a free
+        lattice a meet is below a join if and only if one of the meet's parts is below the join or the meet is below one
+        of the join's parts (Whitman 1941, Free lattices). That is sound for gates; it may miss what follows by
+        distributing one over the other, which ``_is_refuted`` then has to tell.
+        """
         known = self._entailed.setdefault(clause, {})
         if one not in known:
             own = self._clauses[one]

@@ -92,6 +92,11 @@ class Likelihood(ABC):
         That is a quadratic of the coefficients of features x, shape ``(n, p)``, the K of each side by side, up to a
         constant. Those of u ungated features, whose normal priors have the precisions of shape ``(u,)``, are integrated
         out. The second result gives their mean at some others: shape ``(S, p K)`` to ``(S, u, K)``.
+
+        With D the weighted columns of the first, J those of the second and P their priors' precisions, u has the mean
+        (J'J + P)^-1 (h - J'D x), with h its linear term (``own``). Completing the square leaves the curvature D'(I - J
+        (J'J + P)^-1 J') D and the linear term less D'J (J'J + P)^-1 h. The matrix in the middle is the square of I - U
+        t U', for the left singular vectors U and the values v of J P^-1/2 and t = 1 - (1 + v^2)^-1/2.
         """
         slope, curvature = (part[0] for part in self.fitted(eta[None]).derivatives(eta[None]))
         every, outputs = torch.cat([x, ungated], 1), eta.shape[1]

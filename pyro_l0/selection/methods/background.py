@@ -24,6 +24,9 @@ def mixed_posterior(
 ) -> SelectionPosterior:
     """The posterior of a Gaussian regression with a background, by a method for regressions without one.
 
+    With r_k the ratios, p(. | y) = sum_k p(r_k | y) p(. | y, r_k), and p(r_k | y) is in proportion to p(r_k) times the
+    evidence at r_k (``probs``). The variance is the mean of squares less the squared mean, and the error of a gate has
+    two parts: those of the posteriors, and an error of each log evidence, by which its weight moves p_k (a_k - a).
     Chains that move between the ratios would rarely do so where few large effects explain y as well as many small ones
     do; how probable each is, they would have from their starts.
     """

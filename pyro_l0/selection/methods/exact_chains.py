@@ -148,7 +148,10 @@ class ExactChains(ABC):
         self._value = torch.where(taken, value, self._value)
 
     def _comb(self, most: int = _COMB) -> Tensor:
-        """Log slab scales at equal random distances, the last one in any place, of which one is chosen by density."""
+        """Log slab scales at equal random distances, the last one in any place, of which one is chosen by density.
+
+        Distance and place are drawn alike from each scale of the comb, so that choosing by density is a Gibbs step.
+        """
         place = torch.randint(most, (len(self.z), 1), generator=self._generator)
         return self.log_slab[:, None] + self._uniform()[:, None] ** _FINE * (torch.arange(most) - place)
 
@@ -246,7 +249,17 @@ class AugmentedChains(ExactChains):
         return precision[self._chains, drawn], root[self._chains, drawn]
 
     def _swept_out(self, precision: Tensor, root: Tensor) -> Tensor:
-        """The precision with the linear term as a further row and column, swept by the open coefficients."""
+        """The precision with the linear term as a further row and column, swept by the open coefficients.
+
+        With P the precision and h the linear term, O the open coefficients and C the others, [[P, h], [h', 0]] becomes,
+        in the order O, C and the last one (Goodnight 1979),
+
+            -P_OO^-1          P_OO^-1 P_OC                   P_OO^-1 h_O
+            P_CO P_OO^-1      P_CC - P_CO P_OO^-1 P_OC       h_C - P_CO P_OO^-1 h_O
+            h_O' P_OO^-1      h_C' - h_O' P_OO^-1 P_OC       -h_O' P_OO^-1 h_O
+
+        so that covariance and mean of what is open stand in it, and e and h of what is closed, if it opens.
+        """
         on = self._open(self.z)
         inverse = pad(torch.cholesky_inverse(root) * (on[:, :, None] & on[:, None, :]), (0, 1, 0, 1))
         whole = pad(precision, (0, 1, 0, 1))
@@ -257,7 +270,12 @@ class AugmentedChains(ExactChains):
         return torch.where(row, torch.where(column, -inverse, solved), closed)
 
     def _flipped(self, swept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """A flip of each chain by a locally balanced proposal (Zanella 2020, arXiv:1711.07424)."""
+        """A flip of each chain by a locally balanced proposal (Zanella 2020, arXiv:1711.07424).
+
+        Gate j is proposed in proportion to t / (1 + t), with t the odds of its other value given the others: the
+        probability of that value. With the balancing function t / (1 + t) the flip is accepted by the ratio of these
+        probabilities' sums before (the last of ``below``) and after it (``new_total``).
+        """
         below = torch.where(self.z, -logits, logits).sigmoid().cumsum(1)
         point = self._uniform()[:, None] * below[:, -1:]
         gate = torch.searchsorted(below, point).clamp(max=below.shape[1] - 1)
@@ -274,18 +292,27 @@ class AugmentedChains(ExactChains):
         return torch.where(taken[:, :, None], new, swept), torch.where(taken, new_logits, logits)
 
     def _swept(self, swept: Tensor, pivot: Tensor, sign: Tensor) -> Tensor:
-        """Matrices with one more coefficient each swept out (sign 1), or one fewer (-1)."""
+        """Matrices with one more coefficient each swept out (sign 1), or one fewer (-1).
+
+        With c the pivot's column and d its corner, the rest becomes S - c c' / d, the pivot's row and column the sign
+        times c / d, and the corner -1 / d: as in ``_swept_out``, for one coefficient.
+        """
         column = swept[self._chains, :, pivot]
         corner = column[self._chains, pivot]
         ratio = column / corner[:, None]
-        found = torch.baddbmm(swept, column[:, :, None], ratio[:, None, :], alpha=-1)
+        new = torch.baddbmm(swept, column[:, :, None], ratio[:, None, :], alpha=-1)
         edge = sign[:, None] * ratio
         edge[self._chains, pivot] = -1 / corner
-        found[self._chains, :, pivot] = found[self._chains, pivot] = edge
-        return found
+        new[self._chains, :, pivot] = new[self._chains, pivot] = edge
+        return new
 
     def _logits(self, swept: Tensor, z: Tensor) -> Tensor:
-        """Log odds of every gate given the others, the slab scale and the variables that were drawn."""
+        """Log odds of every gate given the others, the slab scale and the variables that were drawn.
+
+        The log evidence changes by (h'E^-1 h - log det E) / 2 - m log s where m coefficients of slab scale s open, with
+        E and h their precision and linear term. The swept matrix has these of a closed gate's members, and of an open
+        one's -V and w, with V their covariance and w their mean: there E = V^-1 and h = V^-1 w.
+        """
         sign = 1.0 - 2.0 * z.double()
         if self._problem.gate_of is None:
             corner, last = swept.diagonal(dim1=1, dim2=2)[:, : self._slabs], swept[:, : self._slabs, -1]
@@ -391,7 +418,16 @@ class JumpingChains(ExactChains):
         return _Open(index, valid, self._columns[used], place, precision, curvature)
 
     def _jump(self, gate: Tensor) -> Tensor:
-        """Draw a gate of each chain with its coefficients; returns P(z = 1)."""
+        """Draw a gate of each chain with its coefficients; returns P(z = 1).
+
+        With H the mean curvature of the gate's coefficients x (first) and of all other open ones (o), these follow x by
+        -H_oo^-1 H_ox x (minus ``follow``): ``line`` has this for every entry of x, and ``along`` the linear predictors
+        that go with it. ``beta`` and ``eta`` are where that line meets x = 0. Newton steps with the Schur complement
+        H_xx - H_xo H_oo^-1 H_ox = F F' (``factor`` is F) lead from there to the proposals' ``mode``; candidates are
+        mode + F'^-1 t, with t of ``_TAILS`` degrees of freedom. An open choice weighs its posterior density over the
+        proposal's and over the number of candidates, and the closed one its posterior density. One of them is where the
+        chain is, which leaves the posterior invariant (Andrieu, Lee and Vihola 2018).
+        """
         was_open = self.z[self._chains, gate][:, None]
         others, valid = open_positions(self._open(self.z.scatter(1, gate[:, None], False)))
         features = torch.cat([self._members[gate], others], 1)
@@ -441,7 +477,13 @@ class JumpingChains(ExactChains):
         return (probs * is_open).sum(1)
 
     def _move_coefficients(self) -> None:
-        """By a Hamiltonian move whose masses are the mean curvature."""
+        """By a Hamiltonian move whose masses are the mean curvature.
+
+        With that curvature R R' (``root``), ``spread`` is R'^-1, and x = spread u has unit masses in u. Leapfrog steps
+        (Neal 2011, arXiv:1206.1901) begin with half a push of the speed, by step times spread' (slope by x); then x
+        moves by spread (step * speed), with a whole push between two moves and half of one at the end. The change of
+        log density - |speed|^2 / 2 accepts. The size of the steps is random for each chain.
+        """
         every = self._coefficients(*open_positions(self._open(self.z)))
         root = torch.linalg.cholesky(every.curvature)
         spread = torch.linalg.solve_triangular(root.mT, torch.eye(root.shape[1]).to(root).expand_as(root), upper=True)
@@ -469,7 +511,12 @@ class JumpingChains(ExactChains):
         self._take(whole, eta, self.log_slab, lambda value: energy(value) - before)
 
     def _move_slab(self) -> None:
-        """By itself, and with all coefficients, against a funnel."""
+        """By itself, and with all coefficients, against a funnel.
+
+        First given the coefficients x, whose m open ones have the density s^-m exp(-|x|^2 / 2 s^2). Then given x / s: x
+        is stretched with s, and the slabs' density stays as it is, so that likelihood and prior of s alone change. The
+        first moves well where y says much of x, the second where it says little (Yu and Meng 2011, interweaving).
+        """
         prior, own = self._problem.prior, self._problem.switched(self.z).sum(1) - self._problem.always
         count = own * len(self._outputs)
         square = self.beta[:, : self._slabs].square().sum(1)
@@ -521,7 +568,11 @@ def continued(
 
 
 def _log_proposal(noise: Tensor, factor: Tensor, count: Tensor) -> Tensor:
-    """Log density of candidates by their white noise, shape ``(chains, _CANDIDATES)``."""
+    """Log density of candidates by their white noise t, shape ``(chains, _CANDIDATES)``.
+
+    The multivariate t density of k = count entries and d = ``_TAILS`` degrees of freedom, with F the factor:
+    Gamma((d + k) / 2) / Gamma(d / 2) (d pi)^(-k / 2) det F (1 + |t|^2 / d)^(-(d + k) / 2).
+    """
     half = 0.5 * (_TAILS + count)
     constant = half.lgamma() - math.lgamma(0.5 * _TAILS) - 0.5 * count * math.log(_TAILS * math.pi)
     log_det = factor.diagonal(dim1=1, dim2=2).log().sum(1, keepdim=True)

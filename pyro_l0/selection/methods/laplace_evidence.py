@@ -43,7 +43,11 @@ class Mode(NamedTuple):
     log_evidence: Tensor  # log of the integral of likelihood times prior, shape (s,)
 
     def means(self) -> Tensor:
-        """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2."""
+        """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2.
+
+        With T_ijk the third derivatives of the log posterior, the mean is sum_jkl H^-1_ij T_jkl H^-1_kl / 2 away from
+        the mode (Lindley 1980), and the sum over k and l is minus the slope of log det H.
+        """
         mode, root, _ = self.normals
         s, m, outputs = mode.shape
         covariance, eta = torch.cholesky_inverse(root), self.columns.mT @ mode
@@ -57,6 +61,13 @@ class Mode(NamedTuple):
 
         The determinant of its Hessian follows to first order: its slope is in the means. The other results are the log
         evidence and by how many deviations each mode moves, squared, shape ``(len(which),)``.
+
+        With m the old mode, H the curvature of likelihood and priors there and D the change of the priors' precisions,
+        the log posterior is, up to a constant, v - (x - m)'H (x - m) / 2 - x'D x / 2. Its curvature is H + D = R R'
+        (``root``); the mode moves by -(H + D)^-1 D m, which is ``reach`` = m'D (H + D)^-1 D m in its own deviations,
+        squared, and its value is v + (reach - m'D m) / 2. The log determinant of the likelihood's Hessian moves with
+        the mode by its slope, -2 H (mean - m) as in ``means``. Our own; at D = 0 it is Laplace's approximation as it
+        was.
         """
         modes, old, _ = self.normals
         outputs = modes.shape[2]
@@ -79,6 +90,10 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
 
     Of each gate vector there are its features, shape ``(s, m, n)``, the priors' precisions, ``(s, m)``, and
     coefficients to start from, ``(s, m, K)``. The points of the search hold linear predictors beside the coefficients.
+
+    At the mode x, with H = R R' minus the Hessian of likelihood and priors, the log evidence is the value there, plus
+    half the log determinant of the priors' precision, less log det R: the powers of 2 pi of prior and integral cancel
+    (Laplace's method, as in MacKay, Information Theory, Inference and Learning Algorithms, chapter 27).
     """
     by_output = precision[:, :, None]
 
