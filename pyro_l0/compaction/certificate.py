@@ -70,7 +70,7 @@ class Certificate(float):
 
     @property
     def largest(self) -> float:
-        """The certificate as a plain number."""
+        """The largest of all its differences, relative, as a plain number: 0 is equal, NaN and infinity are not."""
         return float(self)
 
 
@@ -250,7 +250,7 @@ class _Comparison:
         return difference(outputs, found), self._gradient_difference(*gradients, got)
 
     def _gradient_difference(self, expected: Mapping[str, Tensor], scale: float, got: Mapping[str, Tensor]) -> float:
-        """Relative to the largest gradient."""
+        """The largest difference over the largest gradient; infinite where shapes differ, or that gradient is 0."""
         worst = 0.0
         for name, gradient in expected.items():
             other = got[name] if name in got else torch.zeros_like(gradient)

@@ -113,7 +113,7 @@ class GateSite:
 
     @property
     def is_open(self) -> Tensor:
-        """Which gates are open in the deterministic network."""
+        """Which test gates are above 0, in their shape: those that compaction would leave."""
         return self.test_gate > 0
 
     def interior_draws(self, draws: int) -> float:
@@ -208,7 +208,7 @@ def objective_of(loss: Loss | None) -> L0_ELBO | None:
 
 
 def arguments_of(batch: object) -> tuple[object, ...]:
-    """The arguments of a loss in a batch."""
+    """What a loss is called with for a batch: its entries if it is a tuple or a list, else the batch alone."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 

@@ -97,13 +97,13 @@ class Context(Protocol[_Options]):
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """Save inputs and results."""
+        """Keep inputs and results for the backward pass, which reads them from ``saved_tensors``."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Whether gradients that are not there arrive as zeros."""
 
 
 def apply(function: type[Function], *args: object) -> Tensor:
-    """The result of an autograd function of one result."""
+    """Call an autograd function that returns one tensor; torch types its result as anything."""
     out: Tensor = function.apply(*args)
     return out

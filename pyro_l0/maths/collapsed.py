@@ -55,7 +55,7 @@ class CollapsedQuadratic:
 
     @property
     def gates(self) -> int:
-        """How many there are."""
+        """The number of gates G: of elements, p, or of the groups of ``gate_of``."""
         return self._scale.shape[1] if self._groups is None else len(self._groups.members)
 
     @property
@@ -224,7 +224,7 @@ class CollapsedSum:
         self._parts, self.gates = parts, gates
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
-        """As those of :class:`CollapsedQuadratic`."""
+        """Log odds of every gate given the others, shape ``(S, G)``; see :class:`CollapsedQuadratic`."""
         logits = prior_logits.to(z).expand(z.shape).clone()
         for part, gates in self._parts:
             logits.index_add_(1, gates, part.log_bayes_factors(z[:, gates]))
@@ -249,7 +249,7 @@ class _Elements(NamedTuple):
 
     @staticmethod
     def of(linear: Tensor, scale: Tensor, root: Tensor, diagonal: Tensor) -> _Elements:
-        """From b, the slabs' scales, the root of the factor and the diagonal of A."""
+        """From b, the slabs' scales, the root of the factor and the diagonal of A, which broadcast to ``(S, p)``."""
         unit = scale * root
         return _Elements(unit, linear * root * unit, diagonal * unit.square())
 
@@ -266,12 +266,12 @@ class _Open:
 
     @property
     def log_evidence(self) -> Tensor:
-        """Log of the integral over the slabs."""
+        """Log of the integral of the likelihood over the slabs' prior, shape ``(S,)``."""
         return 0.5 * self.whitened.square().sum(1) + self.inverse.diagonal(dim1=1, dim2=2).log().sum(1)
 
     @property
     def mean(self) -> Tensor:
-        """Posterior mean, in units of the scale."""
+        """Posterior mean of the open slabs over their scales, shape ``(S, k)``; 0 at a padding."""
         return self.coloured(self.whitened)
 
     def alone(self) -> tuple[Tensor, Tensor]:
@@ -280,7 +280,7 @@ class _Open:
         return 1 / variance, self.mean / variance
 
     def coloured(self, x: Tensor) -> Tensor:
-        """L'^-1 x."""
+        """L'^-1 x, which has the slabs' posterior covariance if x, shape ``(S, k)``, is white."""
         return _product(self.inverse.mT, x)
 
     def placed(self, values: Tensor, out: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class _Groups:
 
     @staticmethod
     def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:
-        """From the gates of each element."""
+        """The members of each gate, from the gates of each element; a ValueError refuses other shapes and types."""
         if gate_of.shape[:1] != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
             raise ValueError(
                 f"Expected gate_of to be the index of a gate for each of {len(quadratic.linear)} elements, of dtype "
@@ -365,7 +365,7 @@ def _rounding(matrix: Tensor) -> Tensor:
 
 
 def _product(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Of S matrices, each with a vector."""
+    """The product of each of S matrices with its vector, shape ``(S, k)``."""
     return torch.bmm(matrix, vector[:, :, None])[:, :, 0]
 
 
@@ -386,8 +386,8 @@ def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
 
 def opened(gates: Tensor, gate_of: Tensor) -> Tensor:
     """The gate of every element, or the product of its gates, shape ``(..., p)``; -1 is none, which counts as 1."""
-    own = torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
-    return own if gate_of.dim() == 1 else own.prod(-1)
+    switches = torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
+    return switches if gate_of.dim() == 1 else switches.prod(-1)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
@@ -404,7 +404,7 @@ def _picked(x: Tensor, chain: slice) -> Tensor:
 
 
 def _by_chain(name: str, x: Tensor, width: int) -> Tensor:
-    """A row for each chain, or one for all."""
+    """Of shape ``(1, width)``, or ``(S, width)`` where chains differ; a ValueError refuses what is not positive."""
     least, most = x.aminmax() if x.numel() else (1.0, 1.0)
     if not 0 < float(least) <= float(most) < math.inf:
         raise ValueError(f"Expected {name} to be positive and finite, but got {x.flatten()[:5].tolist()}.")

@@ -153,7 +153,7 @@ def _value_and_slopes(
 
 
 def _cdf_at_nodes(e: _Ends, n: _Near) -> tuple[Tensor, Tensor]:
-    """The cdf of q at the nodes and its complement."""
+    """v and 1 - v at the nodes, without cancellation, shape of the gates and then the nodes."""
     delta = n.delta.unsqueeze(-1)
     tiny = (n.y.abs() < 1e-4).unsqueeze(-1)
     series = n.x * (1 + (n.x - 1) * delta * (1 / 2 + (2 * n.x - 1) * delta / 12))

@@ -52,7 +52,7 @@ class FixedGate(nn.Module):
         return _multiply(x, self.value, self.dim)
 
     def extra_repr(self) -> str:
-        """Size and dimension."""
+        """Size and dimension, for ``print``."""
         return f"{len(self.value)}, dim={self.dim}"
 
 

@@ -192,9 +192,9 @@ class _Grower:
         return min(1.0, float(np.concatenate(among).min())) if among else 1.0
 
     def _correlations(self, member: int) -> NDArray[np.float64]:
-        found = np.zeros(len(self._seen))
-        np.maximum.at(found, self._of, np.abs(self._unit[:, self._of == member].T @ self._unit).max(0))
-        return found
+        correlations = np.zeros(len(self._seen))
+        np.maximum.at(correlations, self._of, np.abs(self._unit[:, self._of == member].T @ self._unit).max(0))
+        return correlations
 
     def _needed(self, members: list[int]) -> list[int]:
         """The members without those that the level does not need, the least often open leaving first."""

@@ -77,7 +77,7 @@ class _Correlations(NamedTuple):
         return cls(values[1:], centred.T @ left[:, 1:] / np.sqrt(values[1:].clip(min=np.finfo(np.float64).tiny)))
 
     def above(self, least: float) -> Self:
-        """The part of larger eigenvalues."""
+        """The eigenvalues above a limit, and above what rounding makes of 0, with their vectors."""
         kept = self.values > max(least, 10 * len(self.vectors) * np.finfo(np.float64).eps * self.values[-1])
         return type(self)(self.values[kept], self.vectors[:, kept])
 

@@ -98,7 +98,7 @@ class Budget:
         return min(self.sizes[site], -(-number // self.steps[site]) * self.steps[site])
 
     def to(self, device: torch.device) -> None:
-        """Follow the gates to another device."""
+        """Move the limits to the device where the gates are now."""
         self.final, self.total = self.final.to(device), self.total.to(device)
         self._like = {site: gate.to(device) for site, gate in self._like.items()}
 
@@ -260,12 +260,12 @@ def _rank(
 def _close(
     gates: Tensor, chunks: list[_Chunk], fraction: Callable[[Tensor], Tensor], limit: Tensor, saved: Tensor
 ) -> Tensor:
-    """Close chunks in their order, as few as it takes for a limit."""
+    """Close chunks in their order, as few as it takes for a fraction within a limit; all, if these do not suffice."""
     now = fraction(gates)
     if bool(now <= limit):
         return gates
-    each = saved[[chunk[0] for chunk in chunks]]
-    guess = int((now - each.cumsum(0) > limit).sum()) + 1
+    saved_by_chunk = saved[[chunk[0] for chunk in chunks]]
+    guess = int((now - saved_by_chunk.cumsum(0) > limit).sum()) + 1
     number = first_that(lambda n: bool(fraction(_set(gates, chunks[:n], 0.0)) <= limit), len(chunks), guess)
     return _set(gates, chunks[:number], 0.0)
 
@@ -283,13 +283,13 @@ def _reopen(
     def fits(more: list[_Chunk]) -> bool:
         return bool((fractions(_set(gates, more, 1.0)) <= limits).all())
 
-    each = saved[:, [chunk[0] for chunk in chunks]]
+    saved_by_chunk = saved[:, [chunk[0] for chunk in chunks]]
     left = (limits - fractions(gates)).unsqueeze(1)
-    guess = int((each.cumsum(1) <= left).all(0).sum())
+    guess = int((saved_by_chunk.cumsum(1) <= left).all(0).sum())
     number = first_that(lambda n: not fits(chunks[: n + 1]), len(chunks), guess)
     gates = _set(gates, chunks[:number], 1.0)
     left = (limits - fractions(gates)).unsqueeze(1)
-    is_hopeful = (_SURELY * each <= left).all(0).tolist()
+    is_hopeful = (_SURELY * saved_by_chunk <= left).all(0).tolist()
     full = {site_of[chunk[0]] for chunk in chunks[number : number + 1]}  # where the first is that does not fit
     for chunk, may_fit in zip(chunks[number + 1 :], is_hopeful[number + 1 :], strict=True):
         site = site_of[chunk[0]]
@@ -303,7 +303,7 @@ def _reopen(
 
 
 def _set(gates: Tensor, chunks: list[_Chunk], value: float) -> Tensor:
-    """The gates, of which some chunks are opened or closed."""
+    """A copy of the gates, in which those of some chunks have a value, 0 or 1."""
     new = gates.clone()
     new[[j for chunk in chunks for j in chunk]] = value
     return new
@@ -337,7 +337,7 @@ def _by_site(name: str, given: Mapping[str, int] | None, smallest: int, sizes: M
 
 
 def _first(like: Tensor, number: int) -> Tensor:
-    """Gates of which the first ones are open."""
+    """Gates of 0 and 1 in a tensor's shape, of which the first ``number`` are open."""
     return (torch.arange(like.numel(), device=like.device) < number).to(like).view(like.shape)
 
 

@@ -30,7 +30,7 @@ _Gates = Mapping[str, BernoulliGate]
 
 
 class Evaluation(NamedTuple):
-    """The objective at given gates."""
+    """The objective at given gates, split by what an estimator has to differentiate by itself."""
 
     parts: dict[str, Tensor]  # by name, shape ()
     cost: Tensor  # the sum of the parts that depend on the gates' values; its shape is also the surrogate's
@@ -98,8 +98,8 @@ def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
 
 def _straight_through(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     drawn = _draw(gates)
-    found = evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()})
-    return [found], torch.zeros_like(found.cost)
+    evaluation = evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()})
+    return [evaluation], torch.zeros_like(evaluation.cost)
 
 
 def _reinmax(evaluate: _Evaluate, gates: _Gates) -> Estimate:
@@ -110,8 +110,8 @@ def _reinmax(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     """
     drawn = _draw(gates)
     slopes = {name: 0.5 * torch.sigmoid((1 - 2 * drawn[name]) * gate.logits.detach()) for name, gate in gates.items()}
-    found = evaluate({name: drawn[name] + slopes[name] * _change(gate.logits) for name, gate in gates.items()})
-    return [found], torch.zeros_like(found.cost)
+    evaluation = evaluate({name: drawn[name] + slopes[name] * _change(gate.logits) for name, gate in gates.items()})
+    return [evaluation], torch.zeros_like(evaluation.cost)
 
 
 def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
@@ -122,21 +122,21 @@ def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     pathwise (Tucker and others 2017). The terms with x and y have the mean 0 together.
     """
     hard, free, tied = _relaxations(gates)
-    found = evaluate(hard)
+    evaluation = evaluate(hard)
     _, free_slope = _cost_and_slope(evaluate, free)
     tied_cost, tied_slope = _cost_and_slope(evaluate, tied)
-    surrogate = (found.cost.detach() - tied_cost) * _score(gates, hard, tied_cost)
+    surrogate = (evaluation.cost.detach() - tied_cost) * _score(gates, hard, tied_cost)
     for name in gates:
         surrogate = surrogate + _over(free_slope[name] * _change(free[name]), tied_cost)
         surrogate = surrogate - _over(tied_slope[name] * _change(tied[name]), tied_cost)
-    return [found], surrogate
+    return [evaluation], surrogate
 
 
 _ESTIMATORS = {"arm": _arm, "straight_through": _straight_through, "reinmax": _reinmax, "rebar": _rebar}
 
 
 def _change(x: Tensor) -> Tensor:
-    """0 with the gradient of x."""
+    """A tensor of zeros in the shape of x with its gradient."""
     return x - x.detach()
 
 
@@ -197,7 +197,7 @@ def check_particles(num_particles: object, estimator: EstimatorName | None, temp
 
 
 def binary_gates(sites: Mapping[str, Site]) -> dict[str, BernoulliGate]:
-    """A guide's binary gates by site."""
+    """The BernoulliGates of a guide's sample sites, whatever wraps them."""
     found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
     return {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
 

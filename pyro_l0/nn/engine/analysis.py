@@ -58,7 +58,7 @@ class Solution:
 
     @property
     def running(self) -> Collection[Operation]:
-        """The operations that the outputs depend on."""
+        """The operations that the outputs depend on at these gates; all others leave."""
         return self._needs.running.keys()
 
     def is_needed(self, axis: Axis) -> Mask:
@@ -66,7 +66,7 @@ class Solution:
         return np.asarray(self._needs.of(axis) == TRUE)
 
     def remaining(self, axis: Axis) -> Index:
-        """The entries of a dimension that stay."""
+        """The indices of a dimension's entries that stay, in order."""
         return np.flatnonzero(self.stays[self.units[axis.dimension]])
 
     def size(self, axis: Axis) -> int:
@@ -74,7 +74,7 @@ class Solution:
         return int(np.count_nonzero(self.stays[self.units[axis.dimension]]))
 
     def reason(self, axis: Axis, entry: int) -> str:
-        """Why an entry stays."""
+        """The operation, module or pin for which an entry stays, in words."""
         return self.texts[int(self.reasons[self.units[axis.dimension][entry]])]
 
     def _require(self, maps: Maps) -> None:
@@ -250,16 +250,16 @@ class _Integers:
                 self.definitions.update(dict.fromkeys(unknown, equation))
 
     def values(self) -> dict[Holder, int]:
-        """The integers, as far as they are whole."""
-        found = {holder: self.solve(holder) for holder in self.definitions}
-        return {holder: int(value) for holder, value in found.items() if value == int(value) > 0}
+        """The integers after the cut, by who holds them: those whose equations have a positive whole solution."""
+        solutions = {holder: self.solve(holder) for holder in self.definitions}
+        return {holder: int(value) for holder, value in solutions.items() if value == int(value) > 0}
 
     def agree(self, equation: Comparison) -> bool:
         """Whether both sides of an equation are the same."""
         return bool(self._difference(equation, self._known(equation)) == 0)
 
     def reached(self, equation: Comparison) -> list[Axis]:
-        """The dimensions that an equation is about, by its integers, too."""
+        """The dimensions of an equation's sizes, and of the equations that define its integers."""
         others = [self.definitions.get(holder, equation) for holder in _holders(equation)]
         inner = [axis for other in others if other is not equation for axis in self.reached(other)]
         return [*_axes(self._maps, equation).values(), *inner]
@@ -332,7 +332,7 @@ class _FreeSizes:
         self._spread(np.arange(count))
 
     def size(self, axis: Axis) -> int:
-        """The size of a dimension."""
+        """A dimension's size at the random point: equal for two dimensions if they always have equal sizes."""
         return int(self._weights[self._units[axis.dimension]].sum())
 
     def fix(self, axes: Sequence[Axis], agree: Callable[[], bool]) -> list[int]:
@@ -368,7 +368,7 @@ class _FreeSizes:
                     self._weights[flat] = outer(np.multiply, [self._weights[x] for x in factors]).ravel()
 
     def _leaves(self, dimension: int, around: frozenset[int] = frozenset()) -> list[int]:
-        """The dimensions whose sizes multiply to that of a dimension."""
+        """The dimensions that multiply to a flat one, at all depths; a dimension without factors itself."""
         name = self._name[dimension]
         factors = () if name in around else self._factors.get(name, ())
         return [leaf for x in factors for leaf in self._leaves(x, around | {name})] or [dimension]
@@ -459,7 +459,7 @@ class _Evaluation:
         self._values: dict[Value, Tensor] = {}
 
     def run(self, wanted: Iterable[Value]) -> dict[Value, Tensor]:
-        """The tensors of some values."""
+        """By value, its tensor for the recorded example with the gates fixed; operations run in recorded order."""
         operations = self._before(wanted)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for operation in self.maps.recording.operations:
@@ -696,7 +696,7 @@ def _add_given(maps: Maps, value: Value) -> None:
 
 
 def _find_zeros(maps: Maps, value: Value) -> None:
-    """Say which slices of a parameter are zeros."""
+    """Say which slices of a parameter are zeros, by dimension; the others are constants."""
     nonzero = value.tensor.detach() != 0
     for dim in range(value.rank):
         some = nonzero.movedim(dim, 0).flatten(1).any(1).cpu().numpy() if value.rank > 1 else nonzero.cpu().numpy()

@@ -21,16 +21,16 @@ def draw_polya_gamma(tilt: Tensor, generator: torch.Generator | None = None) -> 
     what is proposed below the cut is not truncated beforehand, but rejected with the rest.
     """
     half = 0.5 * tilt.abs().flatten()
-    found = torch.empty_like(half)
+    drawn = torch.empty_like(half)
     everyone = torch.arange(len(half), device=half.device)
     is_small = half < _SMALL
     for part, is_levy in ((everyone[is_small], True), (everyone[~is_small], False)):
         left = part
         while len(left):
             x, accepted = _proposed(half[left], is_levy, generator)
-            found[left[accepted]] = 0.25 * x[accepted]
+            drawn[left[accepted]] = 0.25 * x[accepted]
             left = left[~accepted]
-    return found.view_as(tilt)
+    return drawn.view_as(tilt)
 
 
 def _proposed(half: Tensor, is_levy: bool, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -187,9 +187,9 @@ class LaplaceEvidence(GridEvidence[Batch]):
             k = batch.open.shape[1]
             log_slab = self._nodes(batch)[0][:, ::2]  # means to a few parts in a thousand
             modes = self._modes_along(batch, log_slab.T)
-            found = [(mode.log_evidence, mode.means()[:, :k], mode.normals.variances()[:, :k]) for mode in modes]
+            by_mode = [(mode.log_evidence, mode.means()[:, :k], mode.normals.variances()[:, :k]) for mode in modes]
             log_evidence, mean, variance = (
-                torch.cat(x).unflatten(0, (-1, len(batch.rows))) for x in zip(*found, strict=True)
+                torch.cat(x).unflatten(0, (-1, len(batch.rows))) for x in zip(*by_mode, strict=True)
             )
             probs = (log_evidence + self.problem.prior.log_slab(log_slab).T).softmax(0) * weights[batch.rows]
             weight, at = probs[:, :, None, None], batch.open.flatten()
@@ -238,16 +238,16 @@ class LaplaceEvidence(GridEvidence[Batch]):
         problem = self.problem
         intercept = torch.zeros(len(which), problem.outputs, dtype=torch.float64)
         log_ratio, parts = torch.empty(len(which), dtype=torch.float64), []
-        for batch, found in fit.parts:
-            row, own = draws_of(batch.rows, which)
-            normals = Normals(found.mean[own], found.root[own])
+        for batch, normals_of_part in fit.parts:
+            row, vectors = draws_of(batch.rows, which)
+            normals = Normals(normals_of_part.mean[vectors], normals_of_part.root[vectors])
             noise = torch.randn(normals.mean.shape, generator=generator, dtype=torch.float64)
             drawn, log_density = normals.draw(noise), normals.half_log_det() - 0.5 * noise.square().sum((1, 2))
             k = batch.open.shape[1]
             precision = self._precision(fit.slab_scale[which[row]].log(), k)[:, :, None]
             log_prior = 0.5 * (precision.log() - precision * drawn.square()).sum((1, 2))
             log_ratio[row] = log_prior - log_density - fit.log_evidence[which[row]]
-            parts.append((Batch(row, batch.open[own]), drawn[:, :k]))
+            parts.append((Batch(row, batch.open[vectors]), drawn[:, :k]))
             if problem.intercept:
                 intercept[row] = drawn[:, k]
         slab_scale = fit.slab_scale[which]
@@ -287,7 +287,7 @@ class LaplaceEvidence(GridEvidence[Batch]):
         return batches_of(self.problem.switched(z), lambda k: _ENTRIES // self._entries(k))
 
     def _nodes(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of the log slab scale."""
+        """Nodes of the log slab scale, and rough log evidences; see ``GridEvidence``."""
         ends = torch.tensor(self.problem.prior.slab_range(), dtype=torch.float64).expand(len(batch.rows), 2)
         return nodes_around_mode(lambda log_slab: self._log_joint(batch, log_slab), ends)
 
@@ -318,8 +318,8 @@ class LaplaceEvidence(GridEvidence[Batch]):
             begin[:, k:] = start[1][:, None]
         for scales in log_slab.split(max(1, _SIDE_BY_SIDE // (m * self._entries(k)))):
             precision = self._precision(scales.expand(len(scales), m).flatten(), k)
-            each, x = (part.expand(len(scales), *part.shape).flatten(0, 1) for part in (columns, begin))
-            mode = find_mode(self._likelihood, each, precision, x)
+            all_columns, x = (part.expand(len(scales), *part.shape).flatten(0, 1) for part in (columns, begin))
+            mode = find_mode(self._likelihood, all_columns, precision, x)
             begin = mode.normals.mean[-m:]
             yield mode
 
