@@ -275,7 +275,7 @@ def no_price(training: Training) -> Seen:
     "Give the target more steps or a larger budget, and the gates the learning rate of target.optimiser_options.",
 )
 def multiplier_at_limit(training: Training) -> Seen:
-    """Budgets whose price is as high, or as low, as a target lets it go."""
+    """Budgets whose multiplier is the largest that a target takes, above the loss's scale."""
     target = training.target
     saturated = torch.as_tensor(False if target is None else target.saturated)
     if target is not None and bool(saturated.any()):

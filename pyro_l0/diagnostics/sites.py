@@ -113,7 +113,7 @@ class GateSite:
 
     @property
     def is_open(self) -> Tensor:
-        """Which test gates are above 0, in their shape: those that compaction would leave."""
+        """Which gates are open in the deterministic network, bool: those whose test gate is above 0."""
         return self.test_gate > 0
 
     def interior_draws(self, draws: int) -> float:

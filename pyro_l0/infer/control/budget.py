@@ -200,6 +200,10 @@ def gates_within(
     has multiples of a number of gates, so many that follow each other are one chunk, which closes and opens as a whole,
     by the mean of its positions. Positions, open gates and the result, 0 or 1, have all sites side by side, shape
     ``(n,)``; ``limits`` are on fractions of the costs, shape ``(k,)``; recent coefficients say where to search first.
+
+    By greed, not the best set that fits: in a given order a fraction does not rise as more chunks close, so that the
+    least number of them that meets a limit is found by :func:`first_that`, begun at the number whose sum of ``saved``
+    would meet it. For several costs each is met in turn; what is then free is filled from the highest position down.
     """
     limits = limits * (1 + _ROUNDING)
     site_of = [site for site, shape in shapes.items() for _ in range(shape.numel())]

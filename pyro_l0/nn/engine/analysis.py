@@ -58,7 +58,7 @@ class Solution:
 
     @property
     def running(self) -> Collection[Operation]:
-        """The operations that the outputs depend on at these gates; all others leave."""
+        """The operations that the outputs depend on at these gates."""
         return self._needs.running.keys()
 
     def is_needed(self, axis: Axis) -> Mask:
