@@ -275,7 +275,7 @@ def _frame(axes: Axes, start: int, size: int) -> None:
 
 
 def _like(probs: Array, **others: ArrayLike) -> list[Array]:
-    """Arrays of the shape of the probabilities."""
+    """Arrays of the shape of the probabilities; a ValueError names one of another shape."""
     found = {name: as_array(x) for name, x in others.items()}
     for name, x in found.items():
         if x.shape != probs.shape:

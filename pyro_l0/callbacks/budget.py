@@ -27,7 +27,7 @@ __all__ = ["NetworkBudget", "named_costs"]
 def named_costs(
     budget: Budgets, cost: str | Cost | Mapping[str, Cost], counts: NetworkCost, latency: Cost | None = None
 ) -> dict[str, Cost]:
-    """The costs of a network by the names of their budgets; a single one without a name is ``"cost"``."""
+    """The costs that must stay within budgets, by the budgets' names; a function alone is ``"cost"``."""
     if callable(cost) and not isinstance(budget, Mapping):
         return {"cost": cost}
     own = cost if isinstance(cost, Mapping) else {}

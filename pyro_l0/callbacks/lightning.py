@@ -56,7 +56,7 @@ class BudgetCallback(NetworkBudget, Callback):
         self.step()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        """Log."""
+        """Log fraction, multiplier and open gates as often as the Trainer logs, while gates train."""
         every = trainer.log_every_n_steps
         if self.is_training and every and trainer.global_step % every == 0:
             pl_module.log_dict(self.metrics())

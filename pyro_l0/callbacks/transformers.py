@@ -73,7 +73,7 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
         self.step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log where the Trainer logs."""
+        """Log fraction, multiplier and open gates with the Trainer's own entries, while gates train."""
         if self.is_training and control.should_log:
             self._trainer.log(self.metrics())
             control.should_log = True  # which the line before has reset
@@ -81,7 +81,7 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compact."""
+        """Put the compact network in the model's place; nothing if the gates had not begun to train."""
         if self.is_training:
             self._trainer.model = self._trainer.model_wrapped = self.finish()
 

@@ -56,7 +56,7 @@ def run_in_place(network: nn.Module, call: Arguments, seed: int = _SEED) -> list
 
 
 def tensors(result: object) -> list[Tensor]:
-    """The tensors in arguments or results."""
+    """All tensors in nested arguments or results, in order; of dataclasses and Hugging Face's outputs, too."""
     if hasattr(result, "to_tuple"):  # of Hugging Face's models
         result = result.to_tuple()
     if dataclasses.is_dataclass(result) and not isinstance(result, type):

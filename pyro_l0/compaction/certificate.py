@@ -70,7 +70,7 @@ class Certificate(float):
 
     @property
     def largest(self) -> float:
-        """The certificate as a plain number."""
+        """The largest of all its differences, relative, as a plain number: 0 is equal, NaN and infinity are not."""
         return float(self)
 
 
@@ -166,7 +166,14 @@ _Expected = tuple[list[Tensor], tuple[dict[str, Tensor], float] | None]
 
 
 class _Comparison:
-    """Outputs and gradients of two networks on the same calls."""
+    """Outputs and gradients of two networks on the same calls.
+
+    Gradients are those of a linear function r'f of the outputs f, with the same normal numbers r for both: where the
+    derivatives of f differ, those of r'f do with probability one. By names, a gradient of the first network is cut to
+    what is left of the parameter, and that of a weight whose inputs took gates is multiplied by these, as it is the
+    derivative by weight times gate. Differences are relative to the first network's largest output of a call, and to
+    its largest gradient.
+    """
 
     def __init__(
         self, reference: nn.Module, small: nn.Module, indices: Indices, scales: Mapping[str, Tensor], tolerance: float
@@ -243,7 +250,7 @@ class _Comparison:
         return difference(outputs, found), self._gradient_difference(*gradients, got)
 
     def _gradient_difference(self, expected: Mapping[str, Tensor], scale: float, got: Mapping[str, Tensor]) -> float:
-        """Relative to the largest gradient."""
+        """The largest difference over the largest gradient; infinite where shapes differ, or that gradient is 0."""
         worst = 0.0
         for name, gradient in expected.items():
             other = got[name] if name in got else torch.zeros_like(gradient)

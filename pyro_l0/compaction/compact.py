@@ -140,7 +140,7 @@ def _checked(network: nn.Module, gates: Mapping[str, Tensor], calls: Sequence[Ar
 
 
 def _like(network: nn.Module, calls: Sequence[Arguments]) -> Tensor:
-    """A tensor of the network's device and type."""
+    """A tensor of the network's device and type: its first parameter of real numbers, or the first one of the calls."""
     return next((p for p in network.parameters() if p.is_floating_point()), tensors(calls)[0])
 
 
@@ -179,7 +179,7 @@ class _Task:
         zeros: Set[str] = frozenset(),
         **flags: bool,
     ) -> _Task:
-        """The task, with gates where the network is; by default the tolerance of its type."""
+        """The task of cutting a copy. Gates go to the network's device; the tolerance is that of its type if None."""
         calls = calls_of(example) if flags.get("is_trial") else check_network(network, example)
         gates = _checked(network, gates, calls)
         limit = tolerance_of(_like(network, calls).dtype) if tolerance is None else tolerance
@@ -191,7 +191,7 @@ class _Task:
         return cls(network, copy, recording, gates, calls, limit, zeros=zeros, **flags)
 
     def search(self) -> Compacted:
-        """The first attempt that is certified."""
+        """The first certified attempt, with constants folded or not; if there is none, the first error is raised."""
         first: CompactionError | None = None
         closed = list(_closed(self.gates))
         for attempt in ((recording, *how) for recording in self.recordings() for how in product(closed, (True, False))):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from pyro_l0.nn.engine import Analysis, Maps, Operation, find_entry
 from pyro_l0.nn.engine.maps import ZERO, runs_as
@@ -39,15 +40,15 @@ class ShiftedLinear(_Shifted, nn.Linear):
 
 
 class ShiftedConv1d(_Shifted, nn.Conv1d):
-    """A convolution plus a map."""
+    """A convolution plus ``shift``, of shape ``(1, channels, length)``: constant inputs that went, with the padding."""
 
 
 class ShiftedConv2d(_Shifted, nn.Conv2d):
-    """A convolution plus a map."""
+    """A convolution plus ``shift``, of shape ``(1, channels, height, width)``; see :class:`ShiftedConv1d`."""
 
 
 class ShiftedConv3d(_Shifted, nn.Conv3d):
-    """A convolution plus a map."""
+    """A convolution plus ``shift``, of shape ``(1, channels, depth, height, width)``; see :class:`ShiftedConv1d`."""
 
 
 _KINDS = (ShiftedLinear, ShiftedConv1d, ShiftedConv2d, ShiftedConv3d)
@@ -151,7 +152,7 @@ class Select(_Indexed):
         self.is_done = False  # the caller has selected the units
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """The selected units."""
+        """The selected units of ``size``; ``dim`` is ignored. A ValueError says that ``x`` has more units or fewer."""
         return x if self.is_done else _selected(x, self.index, self.dim, self.size)
 
 
@@ -159,13 +160,13 @@ class Expand(_Indexed):
     """Units of a tensor, put at ``units`` of ``size``, and zeros between them."""
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """All units."""
+        """``size`` units in dimension ``self.dim``, zeros where there were none; the argument ``dim`` is ignored."""
         return _expanded(x, self.index, self.dim, self.size)
 
 
 def _selected(x: Tensor, index: Tensor, dim: int, size: int) -> Tensor:
     is_script = torch.jit.is_scripting()  # type: ignore[attr-defined]
-    if (is_script or torch._C._get_tracing_state() is None) and x.shape[dim] != size:
+    if (is_script or not is_tracing()) and x.shape[dim] != size:
         raise ValueError(
             f"Expected {size} units in dimension {dim}, of which {len(index)} are read, but got a tensor of shape "
             f"{list(x.shape)}."
@@ -188,7 +189,7 @@ class NoGate(nn.Identity):
     """What is left of a gate whose values are 1 or went into weights, for code that calls it with a dimension."""
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """The units."""
+        """The units as they are; ``dim`` is ignored."""
         return x
 
 
@@ -200,7 +201,7 @@ class RoutedGate(nn.Module):
         self.before, self.gate, self.after = before, gate, after
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """The gated units among zeros."""
+        """Select the units that have gates, multiply, and put them among zeros; ``dim`` is ignored."""
         out: Tensor = self.after(self.gate(self.before(x)))
         return out
 
@@ -224,7 +225,7 @@ def _chained(one: nn.Module, other: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class GateChange:
-    """What a gate in a network becomes."""
+    """What a gate becomes where units on one side of it leave, or both, and weights may take it in."""
 
     site: str
     units: tuple[int, ...]  # that stay gates, in order

@@ -389,7 +389,7 @@ class Plan:
         return any(change.random for change in self.changes.values())
 
     def remaining_indices(self) -> dict[str, tuple[Tensor | None, ...]]:
-        """``remaining`` as tensors."""
+        """``remaining`` as tensors of indices by name: one for each dimension, None for those that stay whole."""
         return {
             name: tuple(None if index is None else torch.tensor(index, dtype=torch.long) for index in indices)
             for name, indices in self.remaining.items()
@@ -435,7 +435,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _with_tuples(value: Any) -> Any:
-    """The same with tuples for lists."""
+    """What JSON holds, with its lists as tuples, at all depths."""
     if isinstance(value, dict):
         return {name: _with_tuples(entry) for name, entry in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
@@ -498,7 +498,7 @@ def make_plan(
 
 
 def _remaining(network: nn.Module, analysis: Analysis) -> _Indices:
-    """The indices that stay, of tensors that are cut."""
+    """By name of a parameter or buffer that is cut, the indices that stay in each dimension, None for all."""
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict(keep_vars=True).items()}
     shapes.update({name: tuple(tensor.shape) for name, tensor in network.named_buffers(remove_duplicate=False)})
     found: _Indices = {}
@@ -518,7 +518,7 @@ def _change(
     keep_gates: bool,
     is_folded: bool,
 ) -> GateChange | None:
-    """What a gate becomes; None if it stays as it is."""
+    """What becomes of a gate, by the units that stay in front of it and behind it; None if it stays as it is."""
     every = torch.arange(gate.size)
     found = found or GateMap(every, every)
     inside, behind = found.front.tolist(), found.behind.tolist()

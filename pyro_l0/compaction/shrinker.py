@@ -39,7 +39,7 @@ class GatePosterior(Protocol):
     """What shrinking asks of a guide; :class:`~pyro_l0.infer.AutoGate` has it."""
 
     def posterior(self) -> Mapping[str, _Posterior]:
-        """The posterior gates by site."""
+        """The gates' distributions by site, of the units that are left."""
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some sites."""
@@ -51,7 +51,7 @@ class GateObjective(Protocol):
     square_norm: dict[str, Callable[[], Tensor]]
 
     def drop(self, sites: Collection[str]) -> None:
-        """Forget the coefficients of some sites."""
+        """Leave out the coefficients and norms of sites that have left the model."""
 
 
 class ShrinkerState(TypedDict):

@@ -150,7 +150,7 @@ CHECKS: dict[str, tuple[Callable[[Training], Seen], str]] = {}
 
 
 def finds(code: str, remedy: str) -> Callable[[Callable[[Training], Seen]], Callable[[Training], Seen]]:
-    """Add a check for one code, with what to do."""
+    """Register a check under its code; the remedy is the sentence on what to do that its findings get."""
 
     def add(check: Callable[[Training], Seen]) -> Callable[[Training], Seen]:
         CHECKS[code] = check, remedy
@@ -173,7 +173,7 @@ def findings_on(training: Training) -> Iterator[Finding]:
     "optimiser. Do so again for another guide, a copy, or another device. guide.requires_grad_(True) unfreezes gates.",
 )
 def gates_not_trained(training: Training) -> Seen:
-    """Gates that no optimiser steps."""
+    """Gates whose parameters ask for no gradient, or are in no parameter group of the optimisers."""
     for site in training.sites:
         if not site.parameter.requires_grad:
             yield site.name, "requires_grad of their parameters is False, so that they stay where they are."
@@ -275,7 +275,7 @@ def no_price(training: Training) -> Seen:
     "Give the target more steps or a larger budget, and the gates the learning rate of target.optimiser_options.",
 )
 def multiplier_at_limit(training: Training) -> Seen:
-    """Multipliers of a target at their limit."""
+    """Budgets whose multiplier is the largest that a target takes, above the loss's scale."""
     target = training.target
     saturated = torch.as_tensor(False if target is None else target.saturated)
     if target is not None and bool(saturated.any()):
@@ -314,7 +314,7 @@ def _balances(training: Training) -> Iterator[tuple[GateSite, float, float]]:
     "scale the model's likelihood to the whole data set.",
 )
 def price_too_large(training: Training) -> Seen:
-    """A price that drowns the data."""
+    """Sites where the price's gradient is over ten times the data's."""
     for site, ratio, _ in _balances(training):
         if ratio > _DROWNS:
             yield site.name, f"the price's gradient is {ratio:.3g} times the data's, which hardly count."
@@ -490,7 +490,7 @@ def sampled_gap(training: Training) -> Seen:
 
 
 def not_checked(training: Training) -> tuple[Unchecked, ...]:
-    """What could not be checked, and what to give for it."""
+    """What could not be checked with what was given, and which argument would let it be."""
     x, statistics = training, "the statistics of BatchNorm"
     has_network, has_end, has_price = x.network is not None and x.batches, x.steps_left is not None, x.elbo or x.target
     table = (

@@ -52,7 +52,7 @@ def sites_of(target: InferenceTarget) -> dict[str, Site]:
 
 
 def refuse_subsample(name: str, site: Site) -> None:
-    """Refuse a site of a minibatch."""
+    """Raise a ValueError if a site is in a plate that takes a part of the data."""
     for frame in site["cond_indep_stack"]:
         if frame.full_size is not None and frame.full_size != frame.size:
             raise ValueError(
@@ -109,7 +109,7 @@ def pointwise(site: Site) -> Tensor:
 
 
 class _Predicting(Messenger):
-    """Draw what is observed."""
+    """Draws observed sites from their distributions, given whatever else the trace has."""
 
     def _pyro_sample(self, msg: Site) -> None:
         if is_observation(msg):
@@ -137,7 +137,7 @@ def _check_values(sites: Mapping[str, Site], values: Mapping[str, Tensor]) -> No
 
 
 class PosteriorDraws(NamedTuple):
-    """Draws by chain, and what is known of their gates."""
+    """Draws of all latent sites by chain, and P(z != 0) of their gates, as ``to_arviz`` shows them."""
 
     values: dict[str, Tensor]  # of every latent site, shape ``(chains, draws, *shape of the site)``
     derived: dict[str, Tensor]  # of what follows from those, products of slabs with their gates too

@@ -113,7 +113,7 @@ class GateSite:
 
     @property
     def is_open(self) -> Tensor:
-        """Which gates are open in the deterministic network."""
+        """Which gates are open in the deterministic network, bool: those whose test gate is above 0."""
         return self.test_gate > 0
 
     def interior_draws(self, draws: int) -> float:
@@ -208,7 +208,7 @@ def objective_of(loss: Loss | None) -> L0_ELBO | None:
 
 
 def arguments_of(batch: object) -> tuple[object, ...]:
-    """The arguments of a loss in a batch."""
+    """What a loss is called with for a batch: its entries if it is a tuple or a list, else the batch alone."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 

@@ -30,7 +30,7 @@ class Bounded(constraints.Constraint):
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
-        """Whether each value satisfies it."""
+        """Whether each value is finite and strictly between the bounds, in its shape."""
         return torch.isfinite(value) & (value > self.lower) & (value < self.upper)
 
     def __repr__(self) -> str:
@@ -180,7 +180,7 @@ class GateDistribution(TorchDistribution):
     @classmethod
     @abstractmethod
     def _at_rate(cls, rate: Tensor, *args: Any, **options: Any) -> dict[str, Number]:
-        """All parameters of the gate of a rate, given the options by name."""
+        """All parameters by name of the gate with P(z != 0) = rate, of its shape; options as in ``defaults``."""
 
     @abstractmethod
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
@@ -188,11 +188,11 @@ class GateDistribution(TorchDistribution):
 
     @abstractmethod
     def _log_density(self, z: Tensor) -> Tensor:
-        """Log density at 0 < z < 1."""
+        """Log density with respect to dz at 0 < z < 1, in nats; it is not asked for at the atoms."""
 
     @abstractmethod
     def _cdf(self, z: Tensor) -> Tensor:
-        """P(Z <= z) at 0 <= z < 1."""
+        """P(Z <= z) at 0 <= z < 1, the atom at 0 included; shape of z and ``batch_shape``, broadcast."""
 
     # ------------------------------------------------------------ what follows
 
@@ -484,7 +484,7 @@ def find_gate(fn: object) -> GateDistribution | None:
 
 
 def inside_events(fn: Any) -> Any:
-    """What is inside of ``to_event``."""
+    """The distribution inside of ``to_event``, at any depth, with its own batch shape."""
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist
     return fn

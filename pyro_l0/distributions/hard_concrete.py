@@ -65,7 +65,7 @@ class HardConcrete(StretchedGate):
 
     @property
     def temperature(self) -> Tensor:
-        """Temperature, shape ``batch_shape``."""
+        """The temperature, above 0, expanded to ``batch_shape``."""
         return self._filled(self._temperature)
 
     @classmethod

@@ -106,12 +106,12 @@ class HardKumaraswamy(UnitIntervalGate):
 
 
 def _log_above(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Log of the survival function."""
+    """log P(S > s) = b log(1 - s^a), from log s <= 0."""
     return b * log1mexp(-a * log_s)
 
 
 def _log_below(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Log of the cdf."""
+    """log P(S <= s) = log(1 - (1 - s^a)^b), from log s <= 0, to rounding also where s^a underflows."""
     log_power = a * log_s
     first = torch.log(b) + log_power
     # b s^a to rounding, where s^a itself would underflow.
@@ -120,13 +120,13 @@ def _log_below(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _log_between(log_low: Tensor, log_high: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Log of the mass between two points."""
+    """log P(low < S <= high), from the logs of both."""
     above = _log_above(log_low, a, b)
     return above + log1mexp(above - _log_above(log_high, a, b))
 
 
 def _log_density(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Log density."""
+    """Log density of s with respect to ds, from log s <= 0."""
     return torch.log(a) + torch.log(b) + (a - 1) * log_s + (b - 1) * log1mexp(-a * log_s)
 
 

@@ -50,7 +50,7 @@ class MixtureGate(UnitIntervalGate):
     @property
     @abstractmethod
     def _component(self) -> Component:
-        """The component near 0."""
+        """The component with its mass near 0, at this gate's parameters; the other one is its mirror image."""
 
     @property
     def beta(self) -> Tensor:

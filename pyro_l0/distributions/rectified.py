@@ -101,7 +101,7 @@ class RectifiedNormal(GateDistribution):
         return (self.loc + self.scale * e).clamp(0, 1)
 
     def base_distribution(self) -> TorchDistribution:
-        """Normal distribution with the same location and scale."""
+        """The normal that is clipped to [0, 1], whose draws may lie outside."""
         return Normal(self.loc, self.scale, validate_args=False)
 
     def _log_density(self, z: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class Rectified(QuadratureGate):
         return self.base.icdf(probability(value)).clamp(0, 1)
 
     def base_distribution(self) -> Distribution:
-        """The base that was given."""
+        """The distribution that is clipped to [0, 1], as it was given, or expanded since."""
         return self.base
 
     def _log_density(self, z: Tensor) -> Tensor:

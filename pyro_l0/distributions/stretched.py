@@ -187,32 +187,32 @@ class UnitIntervalGate(QuadratureGate, StretchedGate):
 
     @abstractmethod
     def _unit_log_density(self, x: Point) -> Tensor:
-        """Log density of the unstretched variable."""
+        """Log density of the unstretched variable on (0, 1) with respect to its own unit, not to that of z."""
 
     @abstractmethod
     def _unit_log_below(self, x: Point) -> Tensor:
-        """Log of its cdf."""
+        """log P(S <= s) of the unstretched variable, accurate where that is small."""
 
     @abstractmethod
     def _unit_log_above(self, x: Point) -> Tensor:
-        """Log of one minus its cdf."""
+        """log P(S > s) of the unstretched variable, accurate where that is small."""
 
     @abstractmethod
     def _unit_log_between(self, low: Point, high: Point) -> Tensor:
-        """Log of its mass between two points."""
+        """log P(low < S <= high) of the unstretched variable, without cancellation."""
 
     @abstractmethod
     def _unit_rsample(self, shape: torch.Size) -> Tensor:
-        """Pathwise draws."""
+        """Draws of the unstretched variable in (0, 1), of the whole shape, differentiable in the parameters."""
 
     @abstractmethod
     def _unit_icdf(self, p: Tensor) -> Tensor:
-        """Its quantiles."""
+        """The s with P(S <= s) = p of the unstretched variable, in [0, 1]."""
 
     # ------------------------------------------------------------ what follows
 
     def _point(self, z: Tensor) -> Point:
-        """The unstretched variable at a value of the gate."""
+        """The unstretched variable at which the gate is z, by its distances from 0 and from 1."""
         gamma, zeta, width, *_ = self.stretch
         return Point((z - gamma) / width, (zeta - z) / width)
 
@@ -255,11 +255,11 @@ class UnitIntervalGate(QuadratureGate, StretchedGate):
         return self.rectify(self._unit_icdf(probability(value)))
 
     def base_distribution(self) -> TorchDistribution:
-        """The variable on the unit interval that is stretched and clipped."""
+        """The variable on (0, 1) before it is stretched to (gamma, zeta) and clipped to [0, 1]."""
         return _UnitVariable(self)
 
     def rectify(self, value: Tensor) -> Tensor:
-        """The gate for a draw of the base distribution."""
+        """The gate in [0, 1] of a draw of ``base_distribution``, in its shape."""
         return (self.stretch.gamma + self.stretch.width * value).clamp(0, 1)
 
     def _log_density(self, z: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def free_name(stem: str) -> str:
 
 
 def _recorded() -> Iterator[Mapping[str, Site]]:
-    """The sites of each active handler that records them."""
+    """Of each active handler that records, of Pyro or of ours, the sites so far by name."""
     for handler in runtime._PYRO_STACK:
         if isinstance(handler, Record):
             yield handler.sites

@@ -51,7 +51,7 @@ def _indexed(name: str, gate: object) -> GateSite:
 
 
 def gate_site(gate: GateSite) -> str:
-    """The name of the gate site."""
+    """The name of a slab's gate site, which may be given with the index by which the model reads it."""
     return gate if isinstance(gate, str) else gate[0]
 
 
@@ -152,7 +152,7 @@ def _padded(shape: Shape, dims: int) -> tuple[Shape, Shape]:
 
 
 def fits(shape: Shape, to: Shape) -> bool:
-    """Whether a shape broadcasts to another."""
+    """Whether a tensor of a shape can be expanded to another."""
     aligned = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, larger) for size, larger in aligned)
 
@@ -180,7 +180,7 @@ class Conditional(TorchDistribution):
 
     @property
     def support(self) -> torch.distributions.constraints.Constraint | None:
-        """That of the distribution inside."""
+        """The support of the distribution inside, or None where that has none."""
         return self.base_dist.support
 
     def expand(self, batch_shape: torch.types._size, _instance: object = None) -> Conditional:
@@ -218,7 +218,7 @@ class JointSample(NamedTuple):
 
     @classmethod
     def of(cls, fn: TorchDistributionMixin, n: int, event_dim: int) -> JointSample:
-        """Draws of a distribution that depends on nothing."""
+        """n draws of a distribution that depends on no other site, differentiable where it has ``rsample``."""
         draws = fn.rsample((n,)) if fn.has_rsample else fn.sample((n,))
         return cls(draws.reshape(n, draws.shape[1:].numel()), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
 

@@ -71,7 +71,7 @@ class InferenceTarget:
     slab: Mapping[str, GateSite] = field(default_factory=dict)
 
     def run(self) -> object:
-        """Call the model."""
+        """Call the model with its arguments, under whatever handlers are active."""
         return self.model(*self.args, **self.kwargs)
 
     @cached_property
@@ -88,11 +88,11 @@ class InferenceTarget:
 
     @property
     def latent(self) -> dict[str, Tensor]:
-        """The values of the latent sites in that run."""
+        """By name, the values that the latent sites have in the run of ``sites``."""
         return {name: site["value"] for name, site in self.sites.items() if not site["is_observed"]}
 
     def at(self, values: Mapping[str, Tensor]) -> dict[str, Site]:
-        """As ``sites``, at values of latent sites."""
+        """The sites of a run with some latent values held, by name; latent sites without a value are drawn."""
         return without_scales(self.stated_at(values), self.slab)
 
     def stated_at(self, values: Mapping[str, Tensor]) -> dict[str, Site]:

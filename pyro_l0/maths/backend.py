@@ -10,6 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -18,7 +19,7 @@ _Options = TypeVar("_Options")
 
 def traced() -> bool:
     """Whether what runs now is recorded for other values, by torch.compile or by ``torch.jit.trace``."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or bool(is_tracing())
 
 
 def transformed() -> bool:
@@ -96,13 +97,13 @@ class Context(Protocol[_Options]):
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """Save inputs and results."""
+        """Keep inputs and results for the backward pass, which reads them from ``saved_tensors``."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Whether gradients that are not there arrive as zeros."""
 
 
 def apply(function: type[Function], *args: object) -> Tensor:
-    """The result of an autograd function of one result."""
+    """Call an autograd function that returns one tensor; torch types its result as anything."""
     out: Tensor = function.apply(*args)
     return out

@@ -17,6 +17,11 @@ from pyro_l0.maths.second_order import BATCH, DesignQuadratic, Normals, Quadrati
 class CollapsedQuadratic:
     """Log odds and evidence of gates in front of Gaussian slabs that are integrated out.
 
+    The log likelihood is f (b'x - x'A x / 2) in x = z w, with slabs w ~ N(0, s^2) and f the ``factor``. In units of s,
+    the open slabs have the precision M = I + U A U with U = sqrt(f) s (``unit``), and the linear term h = U sqrt(f) b.
+    With M = L L' (``inverse`` is L^-1, ``whitened`` is L^-1 h) the log evidence is |L^-1 h|^2 / 2 - log det L: "Slabs
+    given their gates" in docs/lab/derivations.md, for f = 1.
+
     The slabs' scale is a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S chains has its own. With
     ``gate_of``, shape ``(p,)``, elements share gates; -1 is one that is always there. Of shape ``(p, k)``, it has the
     gates of which all must be open, as the gate of a group and that of a feature, padded with -1. ``factor``, shape
@@ -50,7 +55,7 @@ class CollapsedQuadratic:
 
     @property
     def gates(self) -> int:
-        """How many there are."""
+        """The number of gates G: of elements, p, or of the groups of ``gate_of``."""
         return self._scale.shape[1] if self._groups is None else len(self._groups.members)
 
     @property
@@ -153,6 +158,10 @@ class CollapsedQuadratic:
         return _Open(index, valid, unit, inverse, _product(inverse, linear * root * unit))
 
     def _log_bayes_factors(self, z: Tensor, on: Tensor, batch: slice) -> Tensor:
+        # Two evidences differ by the integral over one slab x, exp(h x - (e - 1) x^2 / 2) against its prior, which is
+        # (h^2 / e - log e) / 2 (_log_integral). Behind a closed gate j, e and h are the Schur complement of M: with
+        # c = L^-1 U A_j (cross), e = 1 + u_j^2 (A_jj - |c|^2) and h = h_j - u_j c'(L^-1 h), the rest. Behind an open
+        # one they come from its mean m and variance V given y, as e = 1 / V and h = m / V, where V = (M^-1)_jj.
         open_ = self._open(on, batch)
         if self._groups is None:
             factors = _log_integral(*_closed(open_, self._elements(batch), self.quadratic.rows(open_.index)))
@@ -215,11 +224,11 @@ class CollapsedSum:
         self._parts, self.gates = parts, gates
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
-        """As those of :class:`CollapsedQuadratic`."""
-        found = prior_logits.to(z).expand(z.shape).clone()
-        for part, own in self._parts:
-            found.index_add_(1, own, part.log_bayes_factors(z[:, own]))
-        return found
+        """Log odds of every gate given the others, shape ``(S, G)``; see :class:`CollapsedQuadratic`."""
+        logits = prior_logits.to(z).expand(z.shape).clone()
+        for part, gates in self._parts:
+            logits.index_add_(1, gates, part.log_bayes_factors(z[:, gates]))
+        return logits
 
 
 class PartConditionals(NamedTuple):
@@ -240,7 +249,7 @@ class _Elements(NamedTuple):
 
     @staticmethod
     def of(linear: Tensor, scale: Tensor, root: Tensor, diagonal: Tensor) -> _Elements:
-        """From b, the slabs' scales, the root of the factor and the diagonal of A."""
+        """From b, the slabs' scales, the root of the factor and the diagonal of A, which broadcast to ``(S, p)``."""
         unit = scale * root
         return _Elements(unit, linear * root * unit, diagonal * unit.square())
 
@@ -257,12 +266,12 @@ class _Open:
 
     @property
     def log_evidence(self) -> Tensor:
-        """Log of the integral over the slabs."""
+        """Log of the integral of the likelihood over the slabs' prior, shape ``(S,)``."""
         return 0.5 * self.whitened.square().sum(1) + self.inverse.diagonal(dim1=1, dim2=2).log().sum(1)
 
     @property
     def mean(self) -> Tensor:
-        """Posterior mean, in units of the scale."""
+        """Posterior mean of the open slabs over their scales, shape ``(S, k)``; 0 at a padding."""
         return self.coloured(self.whitened)
 
     def alone(self) -> tuple[Tensor, Tensor]:
@@ -271,7 +280,7 @@ class _Open:
         return 1 / variance, self.mean / variance
 
     def coloured(self, x: Tensor) -> Tensor:
-        """L'^-1 x."""
+        """L'^-1 x, which has the slabs' posterior covariance if x, shape ``(S, k)``, is white."""
         return _product(self.inverse.mT, x)
 
     def placed(self, values: Tensor, out: Tensor) -> Tensor:
@@ -306,7 +315,7 @@ class _Groups:
 
     @staticmethod
     def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:
-        """From the gates of each element."""
+        """The members of each gate, from the gates of each element; a ValueError refuses other shapes and types."""
         if gate_of.shape[:1] != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
             raise ValueError(
                 f"Expected gate_of to be the index of a gate for each of {len(quadratic.linear)} elements, of dtype "
@@ -328,6 +337,9 @@ class _Groups:
         self, z: Tensor, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor
     ) -> Tensor:
         """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, and the linear term that the open elements leave."""
+        # As for single elements, with blocks in place of e and h: of a closed gate the Schur complement E = schur and
+        # the rest h, which give h'E^-1 h / 2 - log det(E) / 2; of an open one the covariance V = inverse and the mean
+        # m of its open members, which give m'V^-1 m / 2 + log det(V) / 2. A gate of no open member counts as closed.
         switched = self._switched(z)
         unit = unit[:, self.members]
         columns = (cross[:, :, self.members] * unit[:, None]).movedim(1, 2)
@@ -353,7 +365,7 @@ def _rounding(matrix: Tensor) -> Tensor:
 
 
 def _product(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Of S matrices, each with a vector."""
+    """The product of each of S matrices with its vector, shape ``(S, k)``."""
     return torch.bmm(matrix, vector[:, :, None])[:, :, 0]
 
 
@@ -374,8 +386,8 @@ def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
 
 def opened(gates: Tensor, gate_of: Tensor) -> Tensor:
     """The gate of every element, or the product of its gates, shape ``(..., p)``; -1 is none, which counts as 1."""
-    own = torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
-    return own if gate_of.dim() == 1 else own.prod(-1)
+    switches = torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
+    return switches if gate_of.dim() == 1 else switches.prod(-1)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
@@ -392,7 +404,7 @@ def _picked(x: Tensor, chain: slice) -> Tensor:
 
 
 def _by_chain(name: str, x: Tensor, width: int) -> Tensor:
-    """A row for each chain, or one for all."""
+    """Of shape ``(1, width)``, or ``(S, width)`` where chains differ; a ValueError refuses what is not positive."""
     least, most = x.aminmax() if x.numel() else (1.0, 1.0)
     if not 0 < float(least) <= float(most) < math.inf:
         raise ValueError(f"Expected {name} to be positive and finite, but got {x.flatten()[:5].tolist()}.")

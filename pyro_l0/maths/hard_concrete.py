@@ -63,7 +63,7 @@ def log_density_in_t(t: Tensor, log_alpha: Tensor, temperature: Number) -> Tenso
 
 
 def cdf_logit(z: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
-    """Logit of the cdf at 0 <= z <= 1 (eq. 24)."""
+    """Logit of P(Z <= z) at 0 <= z < 1 and of P(Z < 1) at z = 1 (eq. 24), broadcast."""
     return temperature * (torch.log(z - stretch.gamma) - torch.log(stretch.zeta - z)) - log_alpha
 
 
@@ -138,7 +138,7 @@ class _HardConcreteDraw(torch.autograd.Function):
 def _draw_logits(
     noise: Tensor, temperature: float, stretch: Stretch, log_alphas: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Logits of the stretched variable and of P(z != 0)."""
+    """Logits of the variable on (0, 1) before it is stretched, and of P(z != 0), of all gates in one vector each."""
     log_alpha = cat_flat(log_alphas)
     return torch.add(noise, log_alpha).div_(temperature), log_alpha - temperature * stretch.t0
 

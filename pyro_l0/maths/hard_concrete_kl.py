@@ -111,7 +111,14 @@ def _closed_form(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number, 
 
 
 def _value(e: _Ends, near: Tensor, n: _Near, f: _Far) -> Tensor:
-    """The KL."""
+    """The KL, elementwise.
+
+    Near, where |d| < 3, it is sum of ``v0`` psi(d - L0), ``u1`` psi(-L1) and D delta / (e^delta - 1) times the integral
+    of psi(d - 2 (L0 + delta x)) e^(delta x) over x in [0, 1], with psi(x) = e^x - 1 - x, D = ``between``, the factor
+    delta / (e^delta - 1) = ``ratio`` and delta x = ``step`` at the nodes. Far, it is the closed form, with ``kappa`` =
+    e^d - 1 and ``kappa_bar`` = e^-d - 1. Both are in docs/lab/derivations.md, "KL without cancellation", "KL of two
+    gates".
+    """
     inner = (n.d - 2 * n.l0).unsqueeze(-1) - 2 * n.step
     # One call for both atoms and the nodes: a layer has few gates, and a call costs more than its elements.
     terms = plain_psi(torch.cat([(n.d - n.l0).unsqueeze(-1), -n.l1.unsqueeze(-1), inner], -1))
@@ -146,7 +153,7 @@ def _value_and_slopes(
 
 
 def _cdf_at_nodes(e: _Ends, n: _Near) -> tuple[Tensor, Tensor]:
-    """The cdf of q at the nodes and its complement."""
+    """v and 1 - v at the nodes, without cancellation, shape of the gates and then the nodes."""
     delta = n.delta.unsqueeze(-1)
     tiny = (n.y.abs() < 1e-4).unsqueeze(-1)
     series = n.x * (1 + (n.x - 1) * delta * (1 / 2 + (2 * n.x - 1) * delta / 12))
@@ -156,7 +163,11 @@ def _cdf_at_nodes(e: _Ends, n: _Near) -> tuple[Tensor, Tensor]:
 
 
 def _slopes_q(e: _Ends, n: _Near, f: _Far, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Derivative for the log alpha of q near and far, given v * u at the nodes."""
+    """Derivative for the log alpha of q near and far, given v * u at the nodes.
+
+    v0 u0 L0 + v1 u1 (d - L1) + 2 times the integral of v u over omega = log(1 + kappa v), which runs through delta x:
+    by nodes near, and in closed form far. docs/lab/derivations.md, "KL without cancellation".
+    """
     low, high = e.v0 * e.u0, e.v1 * e.u1
     small = low * n.l0 + high * (n.d - n.l1) + 2 * n.delta * (spread @ n.w)
     large = (
@@ -170,7 +181,12 @@ def _slopes_q(e: _Ends, n: _Near, f: _Far, spread: Tensor) -> tuple[Tensor, Tens
 
 
 def _slopes_p(e: _Ends, n: _Near, f: _Far, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Derivative for the log alpha of p near and far, given the cdf of q at the nodes and its complement."""
+    """Derivative for the log alpha of p near and far, given the cdf of q at the nodes and its complement.
+
+    The sum of q (e^x - 1) times the derivative of log p over atoms and interior, x = log(p / q): x is d - L0 at 0, -L1
+    at 1, and d - 2 omega between, where p's own cdf is e^(d - omega) v. Far in closed form, with ``p0`` and ``p1`` the
+    cdf of p at both ends.
+    """
     lead = torch.expm1((n.d - 2 * n.l0).unsqueeze(-1) - 2 * n.step) * (torch.exp(n.d).unsqueeze(-1) * v - u)
     small = torch.exp(-n.l0) * (
         e.between * n.ratio * (lead @ n.w) - e.v0 * e.u0 * torch.expm1(n.d - n.l0)

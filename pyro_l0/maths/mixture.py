@@ -35,14 +35,14 @@ _log1mexp = either(log1mexp, lambda x: math.log(-math.expm1(-x)))
 
 
 class Point(NamedTuple):
-    """A point of the unit interval."""
+    """A point of the unit interval, from both ends: 1 - s loses what is small."""
 
     s: Tensor  # distance from 0
     s_bar: Tensor  # distance from 1
 
     @property
     def mirrored(self) -> Point:
-        """The point as the other component sees it."""
+        """The point 1 - s, at which the component near 0 has the value of the one near 1."""
         return Point(self.s_bar, self.s)
 
 
@@ -50,16 +50,16 @@ class Component(Protocol):
     """The component of a mixture that has its mass near 0, with cdf R0; R1 is that of its mirror image."""
 
     def log_density(self, x: Point) -> Tensor:
-        """Log density."""
+        """log r0, with respect to ds."""
 
     def log_below(self, x: Point) -> Tensor:
-        """log R0."""
+        """log R0(s) = log P(S <= s), accurate where that is small."""
 
     def log_above(self, x: Point) -> Tensor:
-        """log(1 - R0)."""
+        """log(1 - R0(s)), accurate where that is small."""
 
     def log_between(self, low: Point, high: Point) -> Tensor:
-        """Log of the mass between two points."""
+        """log(R0(high) - R0(low)), without cancellation."""
 
     def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
         """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
@@ -78,11 +78,11 @@ class Component(Protocol):
 
     @property
     def mean(self) -> Number:
-        """Mean of a draw."""
+        """The mean of s, in (0, 1/2) for a component near 0."""
 
 
 def log_s(x: Point) -> Tensor:
-    """log s, accurate near 1 too."""
+    """log s, from 1 - s where that is smaller."""
     low = x.s < 0.5
     return torch.where(low, torch.log(torch.where(low, x.s, 0.5)), torch.log1p(-torch.where(low, 0.5, x.s_bar)))
 
@@ -92,22 +92,22 @@ def _mix(logits: Tensor, zero: Tensor, one: Tensor) -> Tensor:
 
 
 def log_density(component: Component, logits: Tensor, x: Point) -> Tensor:
-    """Log density of the mixture."""
+    """log((1 - q) r0 + q r1) with q = sigmoid(logits), with respect to ds."""
     return _mix(logits, component.log_density(x), component.log_density(x.mirrored))
 
 
 def log_below(component: Component, logits: Tensor, x: Point) -> Tensor:
-    """Log of the mixture's cdf."""
+    """log P(S <= s) of the mixture, accurate where that is small."""
     return _mix(logits, component.log_below(x), component.log_above(x.mirrored))
 
 
 def log_above(component: Component, logits: Tensor, x: Point) -> Tensor:
-    """Log of one minus the mixture's cdf."""
+    """log P(S > s) of the mixture, accurate where that is small."""
     return _mix(logits, component.log_above(x), component.log_below(x.mirrored))
 
 
 def log_between(component: Component, logits: Tensor, low: Point, high: Point) -> Tensor:
-    """Log of the mixture's mass between two points."""
+    """log P(low < S <= high) of the mixture, without cancellation."""
     return _mix(logits, component.log_between(low, high), component.log_between(high.mirrored, low.mirrored))
 
 
@@ -232,7 +232,12 @@ class Exponential(NamedTuple):
         return -torch.log1p(u * expm1(-self.beta)) / self.beta
 
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
-        """The positive root of the quadratic that Eq. 6 = p is in exp(beta s), solved for its distance from 1."""
+        """The positive root of the quadratic that Eq. 6 = p is in exp(beta s), solved for its distance from 1.
+
+        With q = sigmoid(logits) and E = exp(-beta), y = exp(beta s) - 1 solves a y^2 + b y = p (1 - E), with a = q E,
+        b = 1 - q + q E - p (1 - E) and p (1 - E) the ``mass``: by 2 mass / (b + root) where b is not negative
+        (``near``), else by (root - b) / 2 a (``far``, with the logarithm of 1 + y from that of a), so nothing cancels.
+        """
         upper = p > 0.5  # the mirrored mixture from its lower end, as 1 - p is exact there
         p, logits = torch.where(upper, 1 - p, p), torch.where(upper, -logits, logits)
         mass = -p * expm1(-self.beta)
@@ -268,7 +273,7 @@ class Exponential(NamedTuple):
 
 
 class ExponentialUniform(NamedTuple):
-    """Truncated exponentials of which a share is uniform (Eq. 7)."""
+    """Truncated exponentials of rate beta > 0, of which a share epsilon in (0, 1) is uniform (Eq. 7)."""
 
     beta: Number
     epsilon: Number
@@ -321,7 +326,7 @@ class ExponentialUniform(NamedTuple):
 
 
 class PowerLaw(NamedTuple):
-    """Powers of the distance from 0 (Eq. 8)."""
+    """R0(s) = s^(1 / beta) with beta > 1 (Eq. 8): the larger beta, the nearer to 0."""
 
     beta: Number
 

@@ -41,11 +41,11 @@ class DenseQuadratic:
         self.matrix, self.linear, self.diagonal = matrix, linear, matrix.diagonal()
 
     def rows(self, index: Tensor) -> Tensor:
-        """See :class:`Quadratic`."""
+        """Rows of A, shape ``(S, k, p)`` for indices of shape ``(S, k)``."""
         return self.matrix[index]
 
     def blocks(self, index: Tensor) -> Tensor:
-        """See :class:`Quadratic`."""
+        """Squares of A, shape ``(S, k, k)`` for indices of shape ``(S, k)``."""
         return self.matrix[index[:, :, None], index[:, None, :]]
 
 
@@ -121,7 +121,7 @@ class DesignQuadratic:
         return of_parts.flatten(2)
 
     def blocks(self, index: Tensor) -> Tensor:
-        """See :class:`Quadratic`."""
+        """Squares of A, shape ``(S, k, k)`` for indices ``(S, k)``, computed anew from the columns of X."""
         if isinstance(self._columns, SparseColumns):
             every, where = index.unique(return_inverse=True)
             found: Tensor = _products(self._columns[every], self._columns[every])
@@ -144,8 +144,8 @@ class DesignQuadratic:
             self._filled = torch.cat([self._filled, self._filled.new_zeros(more, self.parts + 1)])
         self._element = torch.cat([self._element, missing])
         self._slot[missing] = torch.arange(start, end, device=index.device)
-        found: Tensor = self._slot[index]
-        return found
+        slots_of_rows: Tensor = self._slot[index]
+        return slots_of_rows
 
     def _clear(self) -> None:
         self._stored = self.linear.new_empty(0, self.parts + 1, self._width)
@@ -190,19 +190,20 @@ class SparseColumns:
         return SparseColumns(matrix, self._centre, self.divisor, root, self.square, self._along)
 
     def divided(self, divisor: Any) -> SparseColumns:
-        """Each column divided by a number of its own."""
+        """The columns over the entries of a divisor, shape ``(p,)``, which their sums of squares follow."""
         by = torch.from_numpy(divisor)
         divisor, square = self.divisor * by, self.square / by.square()
         return SparseColumns(self._matrix, self._centre, divisor, self._root, square, self._along)
 
     def shrunk(self, left: Tensor, share: Tensor) -> SparseColumns:
-        """The columns as :func:`shrunk` makes them."""
+        """The columns less Q t Q' times them, by orthogonal columns of Q, ``(n, k)``, and shares t, ``(k,)``."""
+        # The columns q_i of Q (left) are orthogonal: |x - Q t Q'x|^2 = |x|^2 - sum_i (q_i'x)^2 t_i (2 - t_i |q_i|^2).
         norms = left.square().sum(0)
         square = (self.square - (self @ left).square() @ (share * (2 - share * norms))).clamp(min=0)
         return SparseColumns(self._matrix, self._centre, self.divisor, self._root, square, (left, share))
 
     def dense(self) -> Tensor:
-        """The columns, but for their divisors, as a tensor."""
+        """The columns as a tensor of shape ``(n, p)``, centred and shrunk, before they are divided."""
         found: Tensor = torch.from_numpy(self._matrix.toarray()) - self._root[:, None] * self._centre
         return self._shrink(found)
 
@@ -218,7 +219,7 @@ class SparseColumns:
         return SparseColumns(found, self._centre[index], self.divisor[index], self._root, square, self._along)
 
     def __matmul__(self, y: Tensor) -> Tensor:
-        """X'y, of a vector or of the columns of a matrix."""
+        """X'y of a vector y, shape ``(n,)``, or of the columns of a matrix, ``(n, m)``."""
         y = self._shrink(y)
         crossed = torch.from_numpy(self._matrix.T @ y.numpy())
         of_centre = self._centre.view(-1, *[1] * (y.dim() - 1)) * (self._root @ y)
@@ -243,7 +244,7 @@ def shrunk(columns: Tensor, left: Tensor, share: Tensor) -> Tensor:
 
 
 def _products(one: Tensor | SparseColumns, other: Tensor | SparseColumns) -> Tensor:
-    """Of columns with columns; dense ones are the rows of a tensor."""
+    """The products of p columns with q others, shape ``(p, q)``; dense ones are the rows of a tensor."""
     if isinstance(one, SparseColumns):
         assert isinstance(other, SparseColumns)
         return one.products(other)
@@ -267,7 +268,7 @@ Point = tuple[Tensor, ...]
 
 
 class Step(NamedTuple):
-    """A Newton step from each of S points."""
+    """A Newton step from each of S points, with how much it promises."""
 
     moves: Point
     gain: Tensor  # slope . step, shape (S,)
@@ -306,7 +307,11 @@ def maximise(value_at: Value, step_from: NextStep, point: Point, advice: str = "
 
 
 def _ascended(value_at: Value, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, bool]:
-    """Points after the longest of the halved steps that gains enough, their values, and whether any has moved."""
+    """Points after the longest of the halved steps that gains enough, their values, and whether any has moved.
+
+    Enough is a share c = ``_ARMIJO`` of what the slope promises: f(x + t d) - f(x) >= c t (slope . d), with length t,
+    moves d and gain slope . d, the rule of Armijo (Nocedal and Wright, Numerical Optimization, section 3.1).
+    """
     length = torch.ones_like(value)
     for _ in range(_HALVINGS):
         with torch.no_grad():
@@ -378,7 +383,7 @@ class Normals(NamedTuple):
         return drawn - deviation * noise, deviation
 
     def variances(self) -> Tensor:
-        """Of each number, in the shape of the means."""
+        """The variance of each number by itself, in the shape of the means."""
         over_units = torch.cholesky_inverse(self.root).diagonal(dim1=1, dim2=2)
         return self.unit**2 * over_units.reshape(self.mean.shape)
 
@@ -434,7 +439,12 @@ def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Ten
         return value - 0.5 * point[0].square().sum(1)
 
     def step_from(point: Point, value: Tensor) -> Step:
-        """By the sizes of the Hessian's eigenvalues, which are stored."""
+        """By the sizes of the Hessian's eigenvalues, which are stored.
+
+        With -H = V diag(values) V' the step is V diag(1 / |values|) V' slope, which ascends where the slope is not 0:
+        the saddle-free step of Dauphin and others (2014), arXiv:1406.2572. At a maximum all values are positive, it is
+        Newton's, and their logs add up to log det(-H), as Laplace's approximation takes it.
+        """
         with torch.enable_grad():
             x = point[0].detach().requires_grad_()
             (slope,) = torch.autograd.grad(value_at((x,)).sum(), x, create_graph=True)

@@ -64,7 +64,7 @@ class IndependentGates:
         return self._logits if gates is None else self._logits.expand(z.shape[1])[gates]
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """See :class:`GatePrior`."""
+        """Sum of log P(z_j) over the gates of each vector, shape ``(S,)``."""
         # Chosen rather than multiplied: a gate that is always open has infinite log odds.
         return torch.where(z > 0, F.logsigmoid(self._logits), F.logsigmoid(-self._logits)).sum(-1)
 
@@ -96,7 +96,7 @@ class BetaBinomialGates:
         return torch.where((z if gates is None else z.gather(-1, gates)) > 0, odds[..., 1:], odds[..., :1])
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """See :class:`GatePrior`."""
+        """log B(alpha + k, beta + G - k) - log B(alpha, beta) with k open gates, weighed, shape ``(S,)``."""
         count = open_counts(z) if self._weights is None else z @ self._weights.to(z)
         most = z.shape[-1] if self._weights is None else float(self._weights.sum())
         total = torch.lgamma(self.alpha + count) + torch.lgamma(self.beta + (most - count))
@@ -187,7 +187,7 @@ class GibbsRun:
         return self.gates[torch.multinomial(self.weights, n, replacement=True, generator=generator)]
 
     def _averages(self, weights: Tensor) -> Tensor:
-        """Weighted average of the gates of each chain."""
+        """The weighted mean of each chain's gates, shape ``(chains, G)``."""
         chains = torch.arange(len(self.chain_active_probs), device=weights.device)
         by_chain = torch.where(self.chain == chains[:, None], weights, 0.0)
         # A chain may have no weight left at all.
@@ -215,8 +215,10 @@ def collapsed_mean_field(
 ) -> Tensor:
     """Log odds of independent gates, by natural gradients of the collapsed evidence bound; shape ``(G,)``.
 
-    The exact natural gradient moves the log odds towards the mean log odds of each gate given draws of the others. It
-    starts from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
+    Of the bound E_q[log p(y, z) - log q(z)] with q of log odds l the natural gradient is E_q[g(z)] - l, with g the log
+    odds of each gate given the others (``gibbs``), which coordinate ascent would set l to (Hoffman and others 2013,
+    arXiv:1206.7051). A step goes a falling share of that way, with the mean over draws of q in place of E_q. It starts
+    from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
     """
     logits = torch.logit(_start_probs(collapsed, prior))
     draws = collapsed.chains or 16
@@ -243,7 +245,9 @@ def tempered_gibbs(
 
     Each step flips one gate j, chosen in proportion to v_j = (eta_j + c) / (2 P(z_j | others)) with eta_j its
     running active probability and c a little. So an improbable gate vector is left at once, by a gate that matters, and
-    has a weight of 1 / sum v.
+    has a weight of 1 / sum v: the flips are reversible for the posterior times sum v, as v_j of a gate vector times its
+    probability is the same as after the flip of j. Zanella and Roberts (2019), arXiv:1805.00541; "Sampled gates" in
+    docs/lab/derivations.md.
 
     Chains with scales or factors of their own each sample their own posterior, and the averages give every chain the
     same weight. They ``start`` from gates of shape ``(chains, G)``, by default draws from the prior. The share
@@ -336,6 +340,8 @@ class Rates(NamedTuple):
     def of(tried: Tensor, z: Tensor, logits: Tensor) -> Rates:
         """From half of how often each gate is tried.
 
+        With a the log odds ``against`` a gate's value, 1 / P(z_j | others) is 1 + e^a, so v is ``tried`` times that.
+        Both terms are divided by e^m, with m = max(0, a) over a chain's gates (``most``), which the log total has back.
         Log odds of hundreds must not be cut off: the scales move while such a gate is closed, too, by the sum of v.
         """
         # Log odds of the other value; gates that are always open have infinite ones.
@@ -385,7 +391,7 @@ class Target(ABC):
 
 
 class _Fixed(Target):
-    """Gates alone."""
+    """Gates at scales that are known, so that no hyperparameter moves."""
 
     def __init__(self, collapsed: CollapsedQuadratic, prior: GatePrior, hyper: Tensor) -> None:
         self._collapsed, self._prior, self.hyper = collapsed, prior, hyper
@@ -505,7 +511,7 @@ class GatesAndScales(Target):
         return CollapsedQuadratic(self._quadratic, slab[:, None], gate_of=self._gate_of, factor=noise**-2)
 
     def _conditional(self, theta: Tensor) -> CollapsedQuadratic | CollapsedSum:
-        """The same, also of several quadratics."""
+        """As ``collapsed``; of K quadratics their sum, at scales of shape ``(S, K + 1)``."""
         if isinstance(self._quadratic, JointQuadratic):
             return self._quadratic.collapsed(theta[:, :-1].exp(), theta[:, -1:].exp())
         return self.collapsed(theta)
@@ -515,17 +521,19 @@ class GatesAndScales(Target):
         return self._at(self._here, z)
 
     def set_anchors(self, running: Tensor) -> None:
-        """See ``Target``."""
+        """Choose the anchors of the design by running active probabilities, shape ``(G,)``; without parts, nothing."""
         if self._design is not None:
             self._design.set_anchors(running)
 
     def after_flip(self, z: Tensor, flipped: Tensor, generator: _Generator) -> None:
-        """See ``Target``."""
+        """The next part of each chain, drawn from U(b | j, z) of ``sampled_target``; without parts, nothing."""
         if self._design is not None:
-            own = self._design.part_of[flipped]
-            anywhere = torch.randint(self._design.parts, own.shape, generator=generator, device=own.device)
+            part_of_flipped = self._design.part_of[flipped]
+            anywhere = torch.randint(
+                self._design.parts, part_of_flipped.shape, generator=generator, device=part_of_flipped.device
+            )
             closed = z.gather(1, flipped[:, None])[:, 0] == 0
-            self._part = torch.where(closed & (own < self._design.parts), own, anywhere)
+            self._part = torch.where(closed & (part_of_flipped < self._design.parts), part_of_flipped, anywhere)
 
     def moved(self, z: Tensor, logits: Tensor, tried: Tensor, generator: _Generator) -> _LogitsAndRates:
         """See ``Target``; moves the chains that ``logits`` saw last."""
@@ -557,18 +565,18 @@ class GatesAndScales(Target):
         return Rates.of(tried, z, logits)
 
     def _at(self, collapsed: CollapsedQuadratic | CollapsedSum, z: Tensor) -> Tensor:
-        """Log odds of the gates at some scales."""
+        """Log odds of the gates at the scales of ``collapsed``; with parts, of those that a chain may flip now."""
         design = self._design
         if design is None or isinstance(collapsed, CollapsedSum):
             return collapsed.gibbs_logits(z, self.prior.logits(z))
         anchors = torch.full_like(self._part, design.parts)
-        found = collapsed.of_parts(z, torch.stack([self._part, anchors], 1))
-        is_everywhere = found.open | (design.part_of[found.gates] == design.parts)
-        times = torch.where(is_everywhere, 1.0, float(design.parts)) * found.valid
-        seen = found.valid.clone()
+        conditionals = collapsed.of_parts(z, torch.stack([self._part, anchors], 1))
+        is_everywhere = conditionals.open | (design.part_of[conditionals.gates] == design.parts)
+        times = torch.where(is_everywhere, 1.0, float(design.parts)) * conditionals.valid
+        seen = conditionals.valid.clone()
         seen[:, 2 * design.members.shape[1] :] = False
-        self.columns = Columns(found.gates, found.open, times.to(z), seen, self._part, design.part_of)
-        return found.factors + self.prior.logits(z, found.gates)
+        self.columns = Columns(conditionals.gates, conditionals.open, times.to(z), seen, self._part, design.part_of)
+        return conditionals.factors + self.prior.logits(z, conditionals.gates)
 
     @property
     def anchors(self) -> Tensor:
@@ -581,9 +589,9 @@ class GatesAndScales(Target):
         collapsed = self._conditional(theta)
         if self._design is None or isinstance(collapsed, CollapsedSum):
             return collapsed.gibbs_logits(z, self.prior.logits(z))
-        found = collapsed.of_parts(z, torch.full((len(z), 1), self._design.parts, device=z.device))
+        conditionals = collapsed.of_parts(z, torch.full((len(z), 1), self._design.parts, device=z.device))
         width = self._design.members.shape[1]
-        return (found.factors + self.prior.logits(z, found.gates))[:, :width]
+        return (conditionals.factors + self.prior.logits(z, conditionals.gates))[:, :width]
 
 
 TargetT = TypeVar("TargetT")

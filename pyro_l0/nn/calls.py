@@ -49,7 +49,7 @@ class Calls:
 
     @property
     def of(self) -> Mapping[nn.Module, list[ModuleCall]]:
-        """The calls of each module."""
+        """The recorded calls of each module that is called, in order."""
         return self.maps.recording.modules
 
     def of_one(self, module: nn.Module) -> list[ModuleCall]:

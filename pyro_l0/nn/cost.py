@@ -41,7 +41,7 @@ class PerDevice:
         self._moved = {value.device: value}
 
     def on(self, device: torch.device) -> Tensor:
-        """The same on a device."""
+        """The constant on a device, moved there once."""
         if device not in self._moved:
             self._moved[device] = self._value.to(device)
         return self._moved[device]
@@ -138,7 +138,7 @@ class _Circuit:
         self._steps: list[tuple[bool, PerDevice]] = []
 
     def add(self, statement: int) -> int:
-        """Announce a statement; return its node."""
+        """Make nodes of a statement, its clauses and their literals; return the statement's node, for ``position``."""
         if statement not in self._of_statement:
             clauses = map(self._clause, self._statements.clauses(statement))
             self._of_statement[statement] = self._node(True, clauses)
@@ -150,7 +150,13 @@ class _Circuit:
         return self._of_clause[clause]
 
     def arrange(self) -> None:
-        """Find a position for every node, behind those of the gates and the numbers 0 and 1."""
+        """Find a position for every node, behind those of the gates and the numbers 0 and 1.
+
+        A node's level is one more than the highest of its parts'. Nodes of one level, of one kind and of as many parts
+        up to the next power of two are a step: a matrix of their parts' positions, filled up by what changes nothing, 1
+        where all hold (a product) and 0 where some do (1 less a product of 1 less each). So a call gathers and
+        multiplies once a step.
+        """
         zero, one = self._gates, self._gates + 1
         position = self._gates + 2
         steps: dict[tuple[int, bool, int], list[tuple[int, tuple[int, ...]]]] = {}
@@ -165,11 +171,11 @@ class _Circuit:
             position += len(nodes)
 
     def position(self, statement: int) -> int:
-        """Where the probability of a statement stands."""
+        """The index of a statement's probability in what a call returns; after ``arrange``."""
         return self._position(self._of_statement[statement])
 
     def __call__(self, probs: Sequence[Tensor]) -> Tensor:
-        """All probabilities."""
+        """The probabilities of all nodes, in one vector, from P(z != 0) of each site's gates in the order of sites."""
         values = torch.cat([*probs, probs[0].new_zeros(1), probs[0].new_ones(1)])
         for is_all, positions in self._steps:
             index = positions.on(values.device)
@@ -228,7 +234,7 @@ class Stay:
 
     @property
     def verdict(self) -> str:
-        """Where the units stay, and why."""
+        """Where the units stay, and why, as the end of a sentence."""
         position = (
             "on both sides of" if self.where == "both" else self.where if self.where == "behind" else "in front of"
         )
@@ -579,7 +585,7 @@ class NetworkCost:
 
 
 def _agree(what: str, source: Value | Operation | str, count: float, right: float) -> None:
-    """Refuse a count that is not that of the network."""
+    """Raise a ValueError if an expected count is not that of the network, where all gates are 0 or 1."""
     if count != right:
         if isinstance(source, Value):
             source = repr(source.names[0]) if source.names else "a computed weight"
@@ -638,7 +644,7 @@ class _Count:
         return (sum(sizes) + self._more) / self._per
 
     def __call__(self, active: Mapping[str, Tensor]) -> Tensor:
-        """The expected sum, shape ``()``."""
+        """The expected sum for P(z != 0) by site, shape ``()``; at the first call it is compared with counts."""
         total = self._sum(*self._compiled, active)
         while self.known:  # at the first call
             what, given, sizes = self.known.pop()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from pyro_l0.expect import expect
 from pyro_l0.fast.products import aligned, multiply_along
@@ -51,13 +52,13 @@ class FixedGate(nn.Module):
         return _multiply(x, self.value, self.dim)
 
     def extra_repr(self) -> str:
-        """Size and dimension."""
+        """Size and dimension, for ``print``."""
         return f"{len(self.value)}, dim={self.dim}"
 
 
 def _multiply(x: Tensor, value: Tensor, dim: int) -> Tensor:
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        if torch._C._get_tracing_state() is None:  # the sizes in a trace are no numbers
+        if not is_tracing():  # the sizes in a trace are no numbers
             check_units(x, len(value), dim, f"FixedGate({len(value)}, dim={dim})")
         return multiply_along(x, value, dim)
     return x * aligned(x, value, dim)

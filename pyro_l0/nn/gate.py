@@ -54,7 +54,7 @@ class GateHolder(nn.Module):
         self.levels = levels
 
     def forward(self, x: object) -> object:
-        """The input."""
+        """The input as it is: the gates are called where they stand."""
         return x
 
 

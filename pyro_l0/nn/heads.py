@@ -96,7 +96,7 @@ def _projections(module: nn.MultiheadAttention) -> list[nn.Linear]:
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A dense layer of copied weights."""
+    """A dense layer with copies of a weight, shape ``(out, in)``, and of a bias, if any."""
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias is not None, device=weight.device, dtype=weight.dtype)
     layer.requires_grad_(weight.requires_grad)
@@ -200,7 +200,7 @@ class _HeadsHook(GateHook):
         return self.gate(x.unflatten(-1, (self.heads, -1))).flatten(-2), *others
 
     def resize(self, size: int) -> None:
-        """Adapt to another number of heads."""
+        """Follow a cut of the attention to fewer heads."""
         self.heads = size
 
 

@@ -38,7 +38,7 @@ class GateHook:
         """Adapt to another number of units at the gate."""
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Take the hooks off their modules; the gate stays as it is."""
         for handle in self.handles:
             handle.remove()
 
@@ -60,7 +60,7 @@ def module_at(
 
 
 def has_hook(module: nn.Module, kind: type[GateHook]) -> bool:
-    """Whether a module has a hook of a kind."""
+    """Whether a module has a hook of a class, in front of it or behind it."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(isinstance(hook, kind) for hook in hooks)
 
@@ -119,7 +119,7 @@ def _free_site(path: str, suffix: str, others: Collection[str]) -> str:
 
 
 def _above(path: str, holder: GateHolder) -> str:
-    """The path of the network whose holder is at a path."""
+    """The path of the module that a holder belongs to, ``levels`` above where the holder is."""
     names = path.split(".")[:-1]
     return ".".join(names[: len(names) - holder.levels])
 
@@ -225,7 +225,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
 
 
 class _OutputHook(GateHook):
-    """A gate behind a module."""
+    """Multiplies what a module returns by a gate, whose site is that of the module with ``.1`` if that is free."""
 
     suffix = "1"
 
@@ -275,7 +275,7 @@ class _RecurrentHook(_OutputHook):
 
 
 def has_gate_behind(module: nn.Module) -> bool:
-    """Whether a module has a gate of :func:`insert_gates`."""
+    """Whether :func:`insert_gates` has put a gate behind a module."""
     return has_hook(module, _OutputHook)
 
 

@@ -200,7 +200,7 @@ class L0Gate(GateLayer):
 
     @property
     def distribution(self) -> GateDistribution:
-        """The gates' distribution, of their shape, differentiable in their parameters."""
+        """The gates' distribution, shape ``self.shape``, differentiable in their parameters; at least in float32."""
         held = (self._parameters or self._buffers).items()
         values = {name: _at_least_float32(x) for name, x in held if x is not None}
         return self._template.from_real_line(values) if values else self._template
@@ -227,7 +227,7 @@ class L0Gate(GateLayer):
         return location
 
     def expected_l0(self) -> Tensor:
-        """The expected number of open gates, shape ``()``."""
+        """The sum of P(z != 0) over the gates, shape ``()``, differentiable in their parameters."""
         return self.active_prob.sum()
 
     def kl(self, prior: GateDistribution) -> Tensor:
@@ -289,7 +289,7 @@ class L0Gate(GateLayer):
         return value
 
     def _site_value(self) -> Tensor:
-        """The value that a model's run has for the site."""
+        """The value of the gate's site in a run of Pyro, drawn from the prior where no handler sets it."""
         if self.waiting is None or self.site_name is None:
             self._leave_to_guide()
         assert self.site_name is not None
@@ -340,7 +340,7 @@ class L0Gate(GateLayer):
         return {**self.__dict__, "drawn": None}  # which has a graph
 
     def extra_repr(self) -> str:
-        """Shape, dimension and family."""
+        """Shape, dimension and class of the family, for ``print``."""
         return f"{', '.join(map(str, self.shape))}, dim={self.dim}, {type(self._template).__name__}"
 
 
@@ -437,7 +437,7 @@ class _CallHook:
         return {**self.__dict__, "priced": None}
 
     def __call__(self, network: nn.Module, args: object) -> None:
-        """Draw."""
+        """Draw all gates in training mode once, for this call of the network and the blocks that it runs again."""
         if torch.compiler.is_compiling():
             return
         gates = [x for x in network.modules() if isinstance(x, L0Gate) and x.training and x._parameters]
@@ -491,7 +491,7 @@ def forget_calls(network: nn.Module) -> None:
 def _family(
     family: Family, family_options: Mapping[str, Any] | None
 ) -> tuple[type[GateDistribution], Mapping[str, Any]]:
-    """The class of a family, which may be given by name, and its options."""
+    """The class of a family, given or by name, and its options; a ValueError refuses what has no pathwise draws."""
     expect(Mapping | None, "a dict of arguments of the family", family_options=family_options)
     kind = FAMILIES.get(family) if isinstance(family, str) else family
     if not (isinstance(kind, type) and issubclass(kind, GateDistribution) and kind.has_rsample and kind.learned):

@@ -59,12 +59,12 @@ class _Weight:
     groups: int  # of a convolution, each with columns of its own
 
     def now(self) -> Tensor:
-        """The weight as it is, which a parametrisation computes at each access."""
+        """The weight at this moment, differentiable; a parametrisation computes it at each access."""
         weight: Tensor = getattr(self.module, self.name)
         return weight
 
     def columns(self) -> Tensor:
-        """The weight with the columns in dimension 1."""
+        """The weight with what one unit reads in each slice of dimension 1."""
         weight = self.now()
         if self.groups > 1:
             parts: Tensor = weight.unflatten(0, (self.groups, -1)).movedim(0, 1)
@@ -133,7 +133,7 @@ class _SquareNorm:
         self._units: list[tuple[PerDevice | None, PerDevice] | None] = []
 
     def add(self, weight: _Weight, use: Use) -> None:
-        """Count a weight in."""
+        """Let a weight that reads the gate's units count, by which of its columns read which unit."""
         width = use.weight.shape[use.dim] * use.groups
         is_all = np.array_equal(use.entries, np.arange(width))
         entries = None if is_all else PerDevice(torch.from_numpy(use.entries))
@@ -142,11 +142,11 @@ class _SquareNorm:
         self._units.append(None if is_whole else (entries, PerDevice(torch.from_numpy(use.units))))
 
     def __call__(self) -> Tensor:
-        """Shape ``(size,)``."""
+        """Of each unit, the sum of squares of the weights that read it, shape ``(size,)``, differentiable."""
         return self.of(_columns(self.weights))
 
     def of(self, columns: Mapping[_Weight, Tensor]) -> Tensor:
-        """The same, from the squared norms of each weight's columns."""
+        """As a call, from the sum of squares of each column by weight, which several gates may share."""
         total: Tensor | None = None
         for weight, parts in zip(self.weights, self._units, strict=True):
             norms = columns[weight]

@@ -542,5 +542,5 @@ def _together(locations: Iterable[Location]) -> Iterator[list[Location]]:
 
 
 def _few(names: tuple[str, ...]) -> str:
-    """Names in a row, the first few of many."""
+    """Names with commas between them; of five or more the first three, and how many others there are."""
     return ", ".join(names if len(names) < 5 else [*names[:3], f"and {len(names) - 3} others"])

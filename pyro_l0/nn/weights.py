@@ -102,7 +102,7 @@ class _WeightsHook(GateHook):
         module.__dict__["weight"] = self.gate(weight.flatten()).view_as(weight)
 
     def restore(self, module: nn.Module, args: object, output: object) -> None:
-        """Let the parameter be the weight again."""
+        """After a call, let the parameter be the layer's weight again, in place of its product with the gates."""
         module.__dict__.pop("weight", None)
 
 

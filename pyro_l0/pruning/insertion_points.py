@@ -157,7 +157,7 @@ def _reasons(skipped: Mapping[str, str]) -> str:
 
 
 def _paths(sites: Sites) -> set[str]:
-    """The paths behind which there is a gate."""
+    """The paths of all modules behind which some site has a gate."""
     return {path for paths, _ in sites for path in paths}
 
 

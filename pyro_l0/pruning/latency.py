@@ -106,7 +106,7 @@ class Latency:
         return ours, theirs
 
     def _table(self, name: str, units: tuple[Units, ...], works: Sequence[_Work]) -> _Table:
-        """The table of some operations on the same units."""
+        """The microseconds that operations on the same units take, at numbers of units from 0 to all of them."""
         sizes = [sum(times for _, times in own) for own in units]
         far = _FAR * self.measured["one in 1"]
 
@@ -149,7 +149,7 @@ class _Work:
         self.units = tuple([units for units in kinds if len(units) > 1] or kinds[:1])
 
     def prepare(self, numbers: Mapping[Units, int]) -> Run:
-        """What runs it with so many units of each kind."""
+        """A call that runs the operation on tensors with so many units of each kind, for the clock."""
 
         def shrunk(value: Value) -> Tensor:
             tensor = value.tensor.detach()
@@ -234,7 +234,7 @@ def _in_turn(runs: Sequence[Run]) -> Run:
 
 
 def call_of(network: nn.Module, example: Example) -> Run:
-    """What calls a network, in evaluation mode."""
+    """A call without arguments that runs a network on all calls of an example, in evaluation mode."""
     network.eval()
     return _in_turn([partial(network, *args, **kwargs) for args, kwargs in calls_of(example)])
 

@@ -267,7 +267,7 @@ class BatchLoss:
         self.function, self.device, self._autocast = function, device, autocast
 
     def __call__(self, network: nn.Module, batch: object) -> Tensor:
-        """The loss, shape ``()``."""
+        """The loss of a batch, mixed with that of distillation if there is any, shape ``()``."""
         inputs, targets = self.split(batch)
         outputs = self.outputs(network, inputs)
         loss = None if self.function is None else self.of_outputs(outputs, targets)
@@ -280,7 +280,7 @@ class BatchLoss:
         return loss
 
     def of_outputs(self, outputs: object, targets: object) -> Tensor:
-        """The loss of what a network returned."""
+        """The user's function of outputs and targets, in the context of mixed precision."""
         assert self.function is not None
         with self._context():
             return self.function(outputs, targets)
@@ -291,7 +291,7 @@ class BatchLoss:
         self.distillation = distillation
 
     def outputs(self, network: nn.Module, inputs: object) -> object:
-        """What the network returns."""
+        """What the network returns: inputs that are a dict go in by name, a tuple by position."""
         with self._context():
             if isinstance(inputs, Mapping):
                 return network(**inputs)
@@ -307,7 +307,7 @@ class BatchLoss:
                 raise
 
     def split(self, batch: object) -> tuple[object, object]:
-        """Inputs and targets, on the device."""
+        """Inputs and targets on the device; both are the whole batch where it is a dict or has one item."""
         if isinstance(batch, Mapping):
             batch = dict(batch)  # moved as such, whatever its class
         batch = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
@@ -456,7 +456,7 @@ class Phase:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Tensors of network, optimiser and schedule, with which a resumed run continues the phase."""
         own: dict[str, Any] = {
             "network": self.network.state_dict(),
             "optimiser": None if self.optimiser is None else self.optimiser.state_dict(),
@@ -465,7 +465,7 @@ class Phase:
         return own if self.budget is None else self.budget.state_dict() | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue where :meth:`state_dict` was taken; the network has to have the same shapes."""
         self.network.load_state_dict(state["network"])
         if self.optimiser is not None:
             self.optimiser.load_state_dict(state["optimiser"])

@@ -268,7 +268,7 @@ def _print(entry: Mapping[str, Any], phase: str) -> None:
 
 @torch.no_grad()
 def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
-    """What is returned of the network at a budget, and the notes on it."""
+    """The pruned network at a budget with its counts, and notes on what may have gone better."""
     assert cut.compacted is not None
     network, removed = cut.compacted.network.eval(), cut.compacted.removed
     counts = NetworkCost(network, run.example), run.counts

@@ -35,7 +35,7 @@ _UNTRAINED = 0.95  # of the loss with shuffled targets
 
 
 class Note(NamedTuple):
-    """A sentence on a run."""
+    """A sentence on how a run went, for the report and, if it is a warning, as such."""
 
     text: str
     is_warning: bool  # whether there is something to do about it

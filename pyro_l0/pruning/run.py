@@ -47,7 +47,7 @@ _TRIAL = 0.1  # of the steps after a cut
 
 @dataclass
 class Cut:
-    """The network at a budget."""
+    """The network as it was when a budget was reached, and what became of it."""
 
     budget: float  # of several at once, the first
     gates: dict[str, Tensor]  # deterministic, by site
@@ -62,7 +62,7 @@ class Cut:
 
 @dataclass
 class Run:
-    """A run and how far it has come."""
+    """A run of ``prune``: what it was given, its phases, and how many steps of them are taken."""
 
     gated: GatedNetwork
     example: Example
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def target(self) -> SparsityTarget:
-        """What moves the gates."""
+        """The target that moves the gates; there is none before the gates train."""
         assert self.control.target is not None
         return self.control.target
 
@@ -131,7 +131,7 @@ class Run:
         return len(self.budget) if isinstance(self.budget, Sequence) else 1
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
-        """Keep the network as it is at a budget."""
+        """Keep network, test gates and report, as they are where the gates have come to a budget."""
         self._average_buffers(self.gated.network)
         state = _tensors(self.gated.network)
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
@@ -142,12 +142,12 @@ class Run:
 
     @property
     def _ends(self) -> list[int]:
-        """The last steps of the phases."""
+        """At which step each phase is over: that with gates, then one for each budget."""
         return [self.gated_steps + i * self.further_steps for i in range(self.budgets + 1)]
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are taken."""
+        """Whether the steps of all phases are taken."""
         return self.step >= self._ends[-1]
 
     def advance(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Run:
                 self.scored[i] = cuts[best], phases[best]
 
     def _cut(self, cut: Cut) -> None:
-        """Make the smaller network of a cut."""
+        """Compact the network of a cut, renew its running statistics unless weights are frozen, and take its error."""
         network = self._compact(cut).network
         if not self._is_frozen:
             renew_statistics(network, self.loader, self.loss)
@@ -307,7 +307,7 @@ class Run:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """One flat dict of what a resumed run needs: steps, cuts, findings and the tensors of the phase."""
         return self.phase.state_dict() | {
             "step": self.step,
             "epoch": self.epoch,
@@ -320,7 +320,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue where :meth:`state_dict` was taken, also in the middle of a phase."""
         self.step, self.epoch, self.tuned = state["step"], state["epoch"], state["tuned"]
         self.history, self.findings = list(state["history"]), list(state["findings"])
         self.cuts = [self._saved_cut(saved) for saved in state["cuts"]]
@@ -334,7 +334,7 @@ class Run:
         self.phase.load_state_dict(state)
 
     def _saved_cut(self, saved: Mapping[str, Any]) -> Cut:
-        """A cut from its :func:`_entries`."""
+        """A cut as a file has it (:func:`_entries`), compacted again if it was."""
         gates = {site: gate.to(self.loss.device) for site, gate in saved["gates"].items()}
         cut = Cut(
             **{key: x for key, x in saved.items() if key != "network"}
@@ -346,14 +346,14 @@ class Run:
 
 
 def _entries(cut: Cut) -> dict[str, Any]:
-    """What a file keeps of a cut."""
+    """A cut as plain values and tensors; of the compacted network its tensors alone."""
     kept = {name: getattr(cut, name) for name in ("budget", "gates", "state", "error", "by", "losses")}
     network = None if cut.compacted is None else cut.compacted.network.state_dict()
     return kept | {"report": vars(cut.report), "network": network}
 
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:
-    """A copy of a network's state."""
+    """Detached copies of the tensors of a network's state, by name."""
     return {name: value.detach().clone() for name, value in network.state_dict().items()}
 
 

@@ -65,9 +65,11 @@ def slopes(gated: nn.Module, loss: BatchLoss, batches: Iterable[object]) -> Scor
         assert isinstance(fixed, FixedGate)
         values.append(fixed.value.requires_grad_())
     rows = [torch.autograd.grad(loss(network, batch), values, materialize_grads=True) for batch in batches]
-    own = {site: torch.stack(each).cpu() for site, each in zip(sites, zip(*rows, strict=True), strict=True)}
-    everywhere = gather(own)
-    return {site: torch.cat([each[site] for each in everywhere]) for site in own}
+    slopes_here = {
+        site: torch.stack(of_gates).cpu() for site, of_gates in zip(sites, zip(*rows, strict=True), strict=True)
+    }
+    everywhere = gather(slopes_here)
+    return {site: torch.cat([of_process[site] for of_process in everywhere]) for site in slopes_here}
 
 
 @torch.no_grad()
@@ -86,7 +88,7 @@ def magnitudes(gated: nn.Module, example: Example) -> Scores:
 
 
 def _by_entry(weight: Tensor, use: Use) -> Tensor:
-    """A weight with what reads or writes one entry in each row."""
+    """A weight with one row for each entry that is read or written, of all groups."""
     if use.groups == 1:
         return weight.movedim(use.dim, 0)
     parts: Tensor = weight.unflatten(0, (use.groups, -1)).movedim(2, 1)  # groups, their inputs, their outputs

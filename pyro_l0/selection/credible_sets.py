@@ -164,7 +164,11 @@ class _Grower:
         self._level, self._min_correlation = level, min_correlation
 
     def grow(self, seed: int, free: NDArray[np.bool_]) -> list[int] | None:
-        """The members of a set that starts with a feature; None if it does not reach the level."""
+        """The members of a set that starts with a feature; None if it does not reach the level.
+
+        A cover by greed: while too many draws have no open member (``missed``), the feature that is open in most of
+        them joins, among those that correlate enough with all members. Members that the level does not need then leave.
+        """
         if int(seed) not in self._column_of:
             return None
         members = [self._column_of[int(seed)]]
@@ -188,9 +192,9 @@ class _Grower:
         return min(1.0, float(np.concatenate(among).min())) if among else 1.0
 
     def _correlations(self, member: int) -> NDArray[np.float64]:
-        found = np.zeros(len(self._seen))
-        np.maximum.at(found, self._of, np.abs(self._unit[:, self._of == member].T @ self._unit).max(0))
-        return found
+        correlations = np.zeros(len(self._seen))
+        np.maximum.at(correlations, self._of, np.abs(self._unit[:, self._of == member].T @ self._unit).max(0))
+        return correlations
 
     def _needed(self, members: list[int]) -> list[int]:
         """The members without those that the level does not need, the least often open leaving first."""

@@ -101,7 +101,7 @@ def _checked_offset(offset: Any, rows: int, outputs: int, names: Sequence[Any]) 
 
 
 def _repeated(weight: Array) -> NDArray[np.intp]:
-    """Each row as often as its weight says."""
+    """The index of each row as often as its weight says; a ValueError refuses fractions."""
     if (weight != np.floor(weight)).any():
         raise ValueError("Expected whole weights to repeat rows by, but some are fractions; fit whole ones.")
     return np.repeat(np.arange(len(weight)), weight.astype(np.intp))
@@ -225,7 +225,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         offset: ArrayLike | None,
         noise_covariance: ArrayLike | None = None,
     ) -> Self:
-        """As ``fit``, and a linear regression takes a covariance of the noise."""
+        """As ``fit``; ``noise_covariance``, shape ``(n, n)``, is for linear regressions alone."""
         self._validate_params()
         parameters = self.get_params(deep=False)
         table = tabular(X)
@@ -606,7 +606,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return np.isin(self._group_of, self.select())
 
     def _selected_columns(self) -> NDArray[np.bool_]:
-        """Which columns of the coefficients belong to selected features."""
+        """Which coefficients belong to selected features, bool; a feature of m levels has several."""
         return self._get_support_mask()[self._encode.feature_of]
 
     def __sklearn_tags__(self) -> Tags:
@@ -620,11 +620,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return self._labels or [f"x{j}" for j in range(self.n_features_in_)]
 
     def _output_names(self) -> list[Any]:
-        """Of several linear predictors."""
+        """The names of several linear predictors, such as classes; none where there is one."""
         return [] if self._outputs is None else list(self._outputs[1])
 
     def _column_names(self) -> list[str]:
-        """Of the coefficients."""
+        """The names of the coefficients: of a feature with levels, one for each."""
         return self._encode.names(self._names())
 
     def _gate_names(self) -> list[str]:

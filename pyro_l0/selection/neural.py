@@ -319,7 +319,7 @@ class NormalResponse(nn.Module):
         return -log_prob
 
     def decode(self, mean: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Means in the units of the observations."""
+        """Means in the units of y, from those of a response of mean 0 and deviation 1."""
         return self.mean + self.unit * mean
 
 

@@ -64,7 +64,7 @@ class Draws(NamedTuple):
         return self.coefficients if self.background is None else self.coefficients.toarray() + self.background
 
     def rows(self, index: NDArray[np.intp]) -> Draws:
-        """Some of the draws, in the order that is given."""
+        """The draws at some indices, in that order, without the correction."""
         of_draws = (name for name in self._fields if name not in ("learned", "correction"))
         found = {name: getattr(self, name)[index] for name in of_draws if getattr(self, name) is not None}
         return Draws(**found, learned={name: values[index] for name, values in self.learned.items()})
@@ -258,17 +258,17 @@ class Problem:
 
     @property
     def width(self) -> int:
-        """Number of features."""
+        """The number of features p, those without gates included."""
         return self.x.shape[1]
 
     @property
     def gates(self) -> int:
-        """Number of gates, G."""
+        """The number of gates G; features of one group share theirs."""
         return self.x.shape[1] - self.always if self.gate_of is None else int(self.gate_of.max()) + 1
 
     @property
     def gated(self) -> Tensor:
-        """The columns of features with a gate."""
+        """The columns of features with a gate, shape ``(n, p - always)``, which come first."""
         return self.x[:, : self.x.shape[1] - self.always]
 
     @property
@@ -285,7 +285,7 @@ class Problem:
 
     @property
     def size(self) -> float:
-        """Number of observations."""
+        """The number of observations, where moments stand for others than the rows."""
         return float(len(self.y)) if self.observations is None else self.observations
 
     def switched(self, z: Tensor) -> Tensor:

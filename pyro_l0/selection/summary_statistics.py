@@ -77,7 +77,7 @@ class _Correlations(NamedTuple):
         return cls(values[1:], centred.T @ left[:, 1:] / np.sqrt(values[1:].clip(min=np.finfo(np.float64).tiny)))
 
     def above(self, least: float) -> Self:
-        """The part of larger eigenvalues."""
+        """The eigenvalues above a limit, and above what rounding makes of 0, with their vectors."""
         kept = self.values > max(least, 10 * len(self.vectors) * np.finfo(np.float64).eps * self.values[-1])
         return type(self)(self.values[kept], self.vectors[:, kept])
 
@@ -104,7 +104,9 @@ class _Correlations(NamedTuple):
 
         The columns have mean 0, these correlations with one another, the correlations ``crossed`` with y, and the given
         deviations; that of y is 1. The rows are those of diag(lambda)^1/2 V', one for the rest of y, and one of zeros,
-        which a reflection takes to the direction of equal numbers, so that no other row has a part of this.
+        which a reflection takes to the direction of equal numbers, so that no other row has a part of this:
+        Householder's I - 2 h h' / h'h with h = e_m - 1 / sqrt(m) (``normal``), which exchanges e_m and the vector of 1
+        / sqrt(m).
         """
         p, k = self.vectors.shape
         m = k + 2
@@ -128,6 +130,10 @@ class _Correlations(NamedTuple):
 
         The features' products are V diag(weights) V', and their products with what is explained are given. A step needs
         a square of 2 log p + 4, times 1 + noise * the square that is explained already. No more than the most can be.
+
+        By Gram-Schmidt without the rows: of what the chosen features leave, x_j has the product ``crossed``_j with y
+        and the square ``left``_j, and would explain ``gains`` = crossed^2 / left. The products of all features with the
+        direction of the chosen one are a column of the Cholesky factor of V diag(weights) V', pivoted by gain.
         """
         vectors = self.vectors
         penalty = 2 * np.log(len(crossed)) + 4

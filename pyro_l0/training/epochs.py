@@ -79,7 +79,7 @@ class Stream:
         return iter(list(self._last or self._first))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the pass."""
+        """How many batches of the pass were taken, and the random state at its start."""
         return {"taken": self._taken, "begun": self._begun}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -100,7 +100,7 @@ def some_batches(loader: Iterable[object]) -> Iterator[object]:
 
 
 def generators(loader: Iterable[object]) -> list[Generator]:
-    """The loader's own generators."""
+    """The generators of a loader and of its sampler, where they have any of their own."""
     if isinstance(loader, Stream):
         loader = loader.loader
     holders = [loader, getattr(loader, "sampler", None)]
@@ -122,7 +122,7 @@ def random_state(loader: Iterable[object]) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], loader: Iterable[object], device: torch.device) -> None:
-    """Go back to a :func:`random_state`."""
+    """Set the random states of torch, NumPy, Python, the device and the loader to those of a :func:`random_state`."""
     if isinstance(loader, Stream):
         loader.load_state_dict(state["stream"], device)
     torch.set_rng_state(state["torch"])
@@ -282,7 +282,7 @@ def _sealed(archive: bytes | memoryview) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a file holds, checked."""
+    """The entries of a checkpoint. A ValueError says that it is damaged or compressed."""
     data = path.read_bytes()
     if _sealed(memoryview(data)[:-32]) != data:
         raise ValueError("its SHA-256 is another one than it was when saved: it is damaged or was changed")
@@ -341,7 +341,7 @@ class Trainable(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether all epochs are over."""
+        """Whether there is no epoch left to train."""
 
     def advance(self) -> dict[str, Any]:
         """Train for an epoch and return its history entry, values by name."""
@@ -350,7 +350,7 @@ class Trainable(Protocol):
         """What a resumed run needs, except random states."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue where :meth:`state_dict` was taken; ``history`` too."""
 
 
 def epochs(run: Trainable, checkpoint: Checkpoint | None = None) -> Iterator[dict[str, Any]]:

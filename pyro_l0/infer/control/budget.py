@@ -98,7 +98,7 @@ class Budget:
         return min(self.sizes[site], -(-number // self.steps[site]) * self.steps[site])
 
     def to(self, device: torch.device) -> None:
-        """Follow the gates to another device."""
+        """Move the limits to the device where the gates are now."""
         self.final, self.total = self.final.to(device), self.total.to(device)
         self._like = {site: gate.to(device) for site, gate in self._like.items()}
 
@@ -200,6 +200,10 @@ def gates_within(
     has multiples of a number of gates, so many that follow each other are one chunk, which closes and opens as a whole,
     by the mean of its positions. Positions, open gates and the result, 0 or 1, have all sites side by side, shape
     ``(n,)``; ``limits`` are on fractions of the costs, shape ``(k,)``; recent coefficients say where to search first.
+
+    By greed, not the best set that fits: in a given order a fraction does not rise as more chunks close, so that the
+    least number of them that meets a limit is found by :func:`first_that`, begun at the number whose sum of ``saved``
+    would meet it. For several costs each is met in turn; what is then free is filled from the highest position down.
     """
     limits = limits * (1 + _ROUNDING)
     site_of = [site for site, shape in shapes.items() for _ in range(shape.numel())]
@@ -260,12 +264,12 @@ def _rank(
 def _close(
     gates: Tensor, chunks: list[_Chunk], fraction: Callable[[Tensor], Tensor], limit: Tensor, saved: Tensor
 ) -> Tensor:
-    """Close chunks in their order, as few as it takes for a limit."""
+    """Close chunks in their order, as few as it takes for a fraction within a limit; all, if these do not suffice."""
     now = fraction(gates)
     if bool(now <= limit):
         return gates
-    each = saved[[chunk[0] for chunk in chunks]]
-    guess = int((now - each.cumsum(0) > limit).sum()) + 1
+    saved_by_chunk = saved[[chunk[0] for chunk in chunks]]
+    guess = int((now - saved_by_chunk.cumsum(0) > limit).sum()) + 1
     number = first_that(lambda n: bool(fraction(_set(gates, chunks[:n], 0.0)) <= limit), len(chunks), guess)
     return _set(gates, chunks[:number], 0.0)
 
@@ -283,13 +287,13 @@ def _reopen(
     def fits(more: list[_Chunk]) -> bool:
         return bool((fractions(_set(gates, more, 1.0)) <= limits).all())
 
-    each = saved[:, [chunk[0] for chunk in chunks]]
+    saved_by_chunk = saved[:, [chunk[0] for chunk in chunks]]
     left = (limits - fractions(gates)).unsqueeze(1)
-    guess = int((each.cumsum(1) <= left).all(0).sum())
+    guess = int((saved_by_chunk.cumsum(1) <= left).all(0).sum())
     number = first_that(lambda n: not fits(chunks[: n + 1]), len(chunks), guess)
     gates = _set(gates, chunks[:number], 1.0)
     left = (limits - fractions(gates)).unsqueeze(1)
-    is_hopeful = (_SURELY * each <= left).all(0).tolist()
+    is_hopeful = (_SURELY * saved_by_chunk <= left).all(0).tolist()
     full = {site_of[chunk[0]] for chunk in chunks[number : number + 1]}  # where the first is that does not fit
     for chunk, may_fit in zip(chunks[number + 1 :], is_hopeful[number + 1 :], strict=True):
         site = site_of[chunk[0]]
@@ -303,7 +307,7 @@ def _reopen(
 
 
 def _set(gates: Tensor, chunks: list[_Chunk], value: float) -> Tensor:
-    """The gates, of which some chunks are opened or closed."""
+    """A copy of the gates, in which those of some chunks have a value, 0 or 1."""
     new = gates.clone()
     new[[j for chunk in chunks for j in chunk]] = value
     return new
@@ -312,7 +316,8 @@ def _set(gates: Tensor, chunks: list[_Chunk], value: float) -> Tensor:
 def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
     """The smallest number below a length for which a statement holds that holds for all larger ones, or the length.
 
-    The search goes from a guess by doubling steps.
+    The search goes from a guess by doubling steps, and then by halves between the last two (Bentley and Yao 1976): so a
+    guess that is off by k takes about 2 log2(k) tries. Between tries it does not hold at ``low``, and does at ``high``.
     """
     low, high = -1, length  # it does not hold at low, and does at high
     at, step = min(max(guess, 0), length - 1), 1
@@ -336,7 +341,7 @@ def _by_site(name: str, given: Mapping[str, int] | None, smallest: int, sizes: M
 
 
 def _first(like: Tensor, number: int) -> Tensor:
-    """Gates of which the first ones are open."""
+    """Gates of 0 and 1 in a tensor's shape, of which the first ``number`` are open."""
     return (torch.arange(like.numel(), device=like.device) < number).to(like).view(like.shape)
 
 

@@ -417,7 +417,7 @@ class SparsityTarget(Controller):
 
     @property
     def budget(self) -> Tensor:
-        """Final budgets, shape ``(k,)``."""
+        """The final budgets as fractions of the full costs, in (0, 1), shape ``(k,)``."""
         return self._budget.final
 
     @property

@@ -38,7 +38,7 @@ def as_dict(value: Coefficient) -> BySite:
 
 
 def by_site(value: BySite, name: str, default: float = 0.0) -> float | Tensor:
-    """A coefficient's value for one site."""
+    """A coefficient at a site: the default where a dict has none for it, else the one for all."""
     return value.get(name, default) if isinstance(value, dict) else value
 
 

@@ -30,7 +30,7 @@ _Gates = Mapping[str, BernoulliGate]
 
 
 class Evaluation(NamedTuple):
-    """The objective at given gates."""
+    """The objective at given gates, split by what an estimator has to differentiate by itself."""
 
     parts: dict[str, Tensor]  # by name, shape ()
     cost: Tensor  # the sum of the parts that depend on the gates' values; its shape is also the surrogate's
@@ -83,6 +83,11 @@ class Estimators:
 
 
 def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    """The cost at two gates from the same uniform numbers u, less one another, times u - 1/2.
+
+    z = 1[u > sigmoid(-l)] and 1[u < sigmoid(l)] both have the probability sigmoid(l). They are the same where the
+    logits l are far from 0, so that the difference is 0 there (Yin and Zhou 2019).
+    """
     noise = {name: torch.rand_like(gate.logits) for name, gate in gates.items()}
     first = evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()})
     second = evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()})
@@ -93,8 +98,8 @@ def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
 
 def _straight_through(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     drawn = _draw(gates)
-    found = evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()})
-    return [found], torch.zeros_like(found.cost)
+    evaluation = evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()})
+    return [evaluation], torch.zeros_like(evaluation.cost)
 
 
 def _reinmax(evaluate: _Evaluate, gates: _Gates) -> Estimate:
@@ -105,27 +110,33 @@ def _reinmax(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     """
     drawn = _draw(gates)
     slopes = {name: 0.5 * torch.sigmoid((1 - 2 * drawn[name]) * gate.logits.detach()) for name, gate in gates.items()}
-    found = evaluate({name: drawn[name] + slopes[name] * _change(gate.logits) for name, gate in gates.items()})
-    return [found], torch.zeros_like(found.cost)
+    evaluation = evaluate({name: drawn[name] + slopes[name] * _change(gate.logits) for name, gate in gates.items()})
+    return [evaluation], torch.zeros_like(evaluation.cost)
 
 
 def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    """The score function of the cost less that of a concrete, and the concrete's own derivative added again.
+
+    With c the cost, z the draw (``hard``), x the concrete that it rounds (``free``) and y a concrete given z
+    (``tied``), the gradient is E[(c(z) - c(y)) d log q(z) + d c(x) - d c(y)], where the derivatives of x and y are
+    pathwise (Tucker and others 2017). The terms with x and y have the mean 0 together.
+    """
     hard, free, tied = _relaxations(gates)
-    found = evaluate(hard)
+    evaluation = evaluate(hard)
     _, free_slope = _cost_and_slope(evaluate, free)
     tied_cost, tied_slope = _cost_and_slope(evaluate, tied)
-    surrogate = (found.cost.detach() - tied_cost) * _score(gates, hard, tied_cost)
+    surrogate = (evaluation.cost.detach() - tied_cost) * _score(gates, hard, tied_cost)
     for name in gates:
         surrogate = surrogate + _over(free_slope[name] * _change(free[name]), tied_cost)
         surrogate = surrogate - _over(tied_slope[name] * _change(tied[name]), tied_cost)
-    return [found], surrogate
+    return [evaluation], surrogate
 
 
 _ESTIMATORS = {"arm": _arm, "straight_through": _straight_through, "reinmax": _reinmax, "rebar": _rebar}
 
 
 def _change(x: Tensor) -> Tensor:
-    """0 with the gradient of x."""
+    """A tensor of zeros in the shape of x with its gradient."""
     return x - x.detach()
 
 
@@ -186,7 +197,7 @@ def check_particles(num_particles: object, estimator: EstimatorName | None, temp
 
 
 def binary_gates(sites: Mapping[str, Site]) -> dict[str, BernoulliGate]:
-    """A guide's binary gates by site."""
+    """The BernoulliGates of a guide's sample sites, whatever wraps them."""
     found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
     return {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
 

@@ -83,22 +83,22 @@ class SiteGroup:
 
     @property
     def name(self) -> str:
-        """The name of the site, or of the first one."""
+        """The first of its sites' names, by which it goes."""
         return self.names[0]
 
     @property
     def prior(self) -> Site:
-        """The site in the model."""
+        """The recorded site of the model; of several, the first."""
         return self.run.model[self.names[0]]
 
     @property
     def posterior(self) -> Site:
-        """The site in the guide."""
+        """The recorded site of the guide; of several, the first."""
         return self.run.guide[self.names[0]]
 
     @cached_property
     def apart(self) -> list[SiteGroup]:
-        """The group's sites one by one."""
+        """A group for each of its sites, as terms that look at single sites need it."""
         return [SiteGroup(self.kind, (name,), self.run) for name in self.names]
 
     @cached_property
@@ -119,7 +119,7 @@ class SiteGroup:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """Shape of each site's gates."""
+        """The shapes of the sites' gates, in order, in which a joint vector is cut."""
         return [self.active_prob.shape] if self.joint is None else [draw.shape for draw in self.joint.draws]
 
     def open_gates(self, weights: Sequence[float | Tensor], norms: Tensor | None = None) -> Tensor:
@@ -214,7 +214,7 @@ class Term(NamedTuple):
 
 
 def _coefficients(value: BySite, group: SiteGroup, options: Options) -> list[float | Tensor]:
-    """A coefficient of each of a group's sites; none where all are 0."""
+    """By site of the group, the coefficient as it broadcasts against the gates; an empty list where all are 0."""
     found = [by_site(value, name) for name in group.names]
     if all(map(is_zero, found)):
         return []
@@ -239,7 +239,7 @@ def _decay(group: SiteGroup, options: Options) -> Tensor | None:
 
 
 def _are_numbers(group: SiteGroup, options: Options) -> bool:
-    """Whether the coefficients of a group's sites are numbers."""
+    """Whether no coefficient of the group is a tensor, so that all sites can be priced as one vector."""
     values = (options.lam, options.group_size, options.weight_decay)
     return not any(isinstance(by_site(value, name), Tensor) for value in values for name in group.names)
 
@@ -349,12 +349,12 @@ def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
 
 
 def _log_ratio(group: SiteGroup) -> Tensor:
-    """log q - log p of a site at its draw."""
+    """log q - log p at the draw, summed over the site's entries, shape ``()``."""
     return _log_prob_sum(group.posterior) - _log_prob_sum(group.prior)
 
 
 def _registered_kl(q: Distribution, p: Distribution) -> Tensor | None:
-    """KL(q || p) in closed form; None if none is registered."""
+    """KL(q || p), in their batch shape; None if no closed form is registered for the pair."""
     try:
         return kl_divergence(q, p)
     except NotImplementedError:

@@ -138,7 +138,7 @@ class CorrelatedPosterior(nn.Module):
         return {name: record.sample(name, *sample.at_site({})) for name, sample in self.draw_together(1).items()}
 
     def draw_together(self, n: int) -> dict[str, JointSample]:
-        """n joint samples, by site in their order."""
+        """n joint draws, by site in the order in which they are drawn: other latents, gates, rates, slabs."""
         hyper, means, deviations = self.hyper_posterior.draw(n)
         samples = _samples(self.hyper, _normal, hyper, means, deviations)
         shift = hyper - self.hyper_start

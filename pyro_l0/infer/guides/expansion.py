@@ -170,6 +170,11 @@ def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
     """Find the mode and expand about it.
 
     The other latents start at ``hyper`` on the real line, and those of ``held`` stay there.
+
+    The slabs' mode and that of the other latents are found by turns. At the mode w of the slabs, with A the curvature
+    of the log likelihood L and g its gradient, b = g + A w, so that b'x - x'A x / 2 has the slope g at w. With f =
+    e^(c't) the slope at w is f (b + K t - A w) = f (g + K t), whose derivative by t at 0 is that of g if K = dg/dt - g
+    c', and c is taken from how the trace of A changes. "Slabs given their gates, computed" in docs/lab/derivations.md.
     """
     slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device, requires_grad=True)
     loc, scale = (x.detach() for x in model.slab_prior(hyper))
@@ -256,8 +261,8 @@ def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
         return slope_and_curvature(lambda x: model.log_likelihood(x, hyper), slabs, _LEAST_CURVATURE)[1].trace()
 
     moves = _STEP * torch.eye(len(hyper), dtype=hyper.dtype, device=hyper.device)
-    found = [torch.log(trace(hyper + move) / trace(hyper - move)) / (2 * _STEP) for move in moves]
-    return torch.stack(found) if found else hyper.new_zeros(0)
+    slopes = [torch.log(trace(hyper + move) / trace(hyper - move)) / (2 * _STEP) for move in moves]
+    return torch.stack(slopes) if slopes else hyper.new_zeros(0)
 
 
 def _hyper_mode(
@@ -298,11 +303,11 @@ class IndependentNormals(NamedTuple):
     deviation: Tensor
 
     def draw(self, noise: Tensor) -> Tensor:
-        """Slabs from standard normal noise."""
+        """Slabs from standard normal noise of their shape, differentiable in mean and deviation."""
         return self.mean + self.deviation * noise
 
     def conditionals(self, slabs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of each slab."""
+        """Mean and deviation of each slab, shape ``(n, p)``, whatever the others are."""
         return self.mean, self.deviation
 
 
@@ -380,7 +385,7 @@ class StructuredSlabs(SlabPosterior):
         return root @ root.mT, self.factor @ (self.linear + self.linear_change)
 
     def given(self, gates: Tensor, hyper: Tensor) -> Normals:
-        """The slabs' Gaussian."""
+        """The slabs' joint Gaussian for gates ``(n, G)`` and other latents ``(n, d)``; closed ones keep their prior."""
         curvature, linear = self.quadratic()
         factor = self.likelihood_factor(hyper)
         if factor is not None:
@@ -402,7 +407,7 @@ class IndependentSlabs(SlabPosterior):
         self.mode_change = nn.Parameter(torch.zeros_like(expansion.mode))  # in standard deviations
 
     def given(self, gates: Tensor, hyper: Tensor) -> IndependentNormals:
-        """The slabs' normals."""
+        """The slabs' normals for gates ``(n, G)`` and other latents ``(n, d)``; closed ones keep their prior."""
         curvature, prior = self.log_curvature.exp(), self.scale**-2
         mode, loc = self.mode + self.mode_change / (curvature + prior).sqrt(), self.prior_loc(hyper)
         linear = curvature * mode + prior * (mode - self.loc)  # so that the mean with an open gate is the mode

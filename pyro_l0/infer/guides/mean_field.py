@@ -111,11 +111,11 @@ class SitePosterior(ABC):
 
     @property
     def parameters_event_dim(self) -> int:
-        """Event dimensions of the parameters."""
+        """How many of the parameters' last dimensions are one event of the site."""
         return self.event_dim
 
     def in_events(self, distribution: TorchDistributionMixin) -> TorchDistributionMixin:
-        """The distribution as the site has it."""
+        """The distribution with as many event dimensions as the site has in the model."""
         missing = self.event_dim - distribution.event_dim if self.event_dim else 0
         return distribution.to_event(missing) if missing else distribution
 
@@ -127,7 +127,7 @@ class GatesPosterior(SitePosterior):
     template: GateDistribution
 
     def distribution(self, parameters: Mapping[str, Tensor]) -> GateDistribution:
-        """The distribution that these parameters give."""
+        """The gates at parameters on the real line, by name as in ``learned``."""
         return self.template.from_real_line(parameters)
 
     def cut(self, index: Tensor) -> GatesPosterior:
@@ -165,7 +165,7 @@ class MeanField:
         return {**self.__dict__, "_cached": {}}
 
     def draw(self, plates: Mapping[str, pyro.plate]) -> dict[str, Tensor]:
-        """Sample every site in its plates."""
+        """Sample each site in its plates from its own posterior; the values by site."""
         values: dict[str, Tensor] = {}
         for name, posterior in self._posteriors.items():
             parameters: Mapping[str, Tensor] = posterior.parameters
@@ -195,7 +195,7 @@ class MeanField:
         return values
 
     def draw_together(self, n: int) -> dict[str, JointSample]:
-        """n joint samples, by site."""
+        """n draws of each site, by site; they are independent of one another."""
         return {
             name: JointSample.of(x.distribution(x.parameters), n, x.event_dim) for name, x in self._posteriors.items()
         }
@@ -285,13 +285,13 @@ class IndependentLatents(SitePosterior):
 
     @property
     def parameters_event_dim(self) -> int:
-        """That of the normals."""
+        """Event dimensions of the normals, on the real line, where a transform may change their number."""
         if self.transform is None:
             return self.event_dim
         return self.event_dim + self.transform.domain.event_dim - self.transform.codomain.event_dim
 
     def distribution(self, parameters: Mapping[str, Tensor]) -> Slab:
-        """The distribution that these parameters give."""
+        """Independent normals of ``loc`` and ``log_scale``, carried to the site's support."""
         return carried(parameters["loc"], parameters["log_scale"].exp(), self.transform)
 
 

@@ -306,20 +306,24 @@ def moved_slabs(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic, ga
     for move in range(_MOVES):
         around_prior = bool(move % 2)
         centre = torch.zeros_like(mean) if around_prior else mean
-        other = (collapsed.scale * torch.randn_like(mean) if around_prior else collapsed.draw_slabs(gates)) - centre
+        auxiliary = (collapsed.scale * torch.randn_like(mean) if around_prior else collapsed.draw_slabs(gates)) - centre
 
         def value_at(slabs: Tensor, around_prior: bool = around_prior) -> Tensor:
             """The log likelihood, less its expansion."""
             beta = slabs * on
-            found = torch.cat([log_likelihood(part) for part in beta.split(_TOGETHER)])
-            return found if around_prior else found - beta @ quadratic.linear + 0.5 * ((beta @ matrix) * beta).sum(1)
+            log_likelihoods = torch.cat([log_likelihood(part) for part in beta.split(_TOGETHER)])
+            return (
+                log_likelihoods
+                if around_prior
+                else log_likelihoods - beta @ quadratic.linear + 0.5 * ((beta @ matrix) * beta).sum(1)
+            )
 
         level = value_at(slabs) + torch.rand_like(mean[:, 0]).log()
-        one, left = slabs - centre, torch.ones_like(level, dtype=torch.bool)
+        here, left = slabs - centre, torch.ones_like(level, dtype=torch.bool)
         upper = 2 * math.pi * torch.rand_like(level)
         angle, lower = upper, upper - 2 * math.pi
         while bool(left.any()):
-            there = centre + one * angle.cos()[:, None] + other * angle.sin()[:, None]
+            there = centre + here * angle.cos()[:, None] + auxiliary * angle.sin()[:, None]
             taken = left & (value_at(there) >= level)
             first = first or float(taken[is_open].double().mean())
             slabs = torch.where(taken[:, None], there, slabs)

@@ -46,11 +46,11 @@ class SiteSummary(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """The site's shape."""
+        """The shape of the site's value, which all its fields have."""
         return self.mean.shape
 
     def __str__(self) -> str:
-        """A row for each entry."""
+        """A table with a row for each entry of the site, in its order."""
         return printed(Summary({"": self}).to_frame().reset_index(drop=True))
 
 
@@ -86,7 +86,7 @@ class Summary(dict[str, SiteSummary]):
         return found[[key for key in SiteSummary._fields if key in found]]
 
     def __str__(self) -> str:
-        """A row for each entry, and the notes."""
+        """A table with a row for each entry of all sites, and below it the notes on what is unsure."""
         return "\n".join([printed(self.to_frame()), *self.notes])
 
 

@@ -354,7 +354,7 @@ _Row = dict[str, Any]
 
 
 def _rows(sites: Mapping[str, SiteCheck]) -> list[_Row]:
-    """A row of the printed table for each entry of each site."""
+    """A row for each entry of each site, values by column; gates have no standard deviations."""
     rows = []
     for name, site in sites.items():
         columns = {key: x.reshape(-1).tolist() for key, x in site._asdict().items() if isinstance(x, Tensor)}

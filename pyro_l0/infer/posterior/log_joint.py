@@ -188,7 +188,7 @@ class LogJoint:
 
     @torch.no_grad()
     def _check_density(self) -> None:
-        """Compare the density with that of the trace."""
+        """Raise a ValueError if the density is not the model's log joint, up to a constant, at random points."""
         with seeded(0):
             vectors = 0.5 * torch.randn(POINTS, self.latent.size).to(self.start)
             codes = self.codes[torch.randint(len(self.codes), (POINTS,))]

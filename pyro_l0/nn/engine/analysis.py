@@ -58,7 +58,7 @@ class Solution:
 
     @property
     def running(self) -> Collection[Operation]:
-        """The operations that the outputs depend on."""
+        """The operations that the outputs depend on at these gates."""
         return self._needs.running.keys()
 
     def is_needed(self, axis: Axis) -> Mask:
@@ -66,7 +66,7 @@ class Solution:
         return np.asarray(self._needs.of(axis) == TRUE)
 
     def remaining(self, axis: Axis) -> Index:
-        """The entries of a dimension that stay."""
+        """The indices of a dimension's entries that stay, in order."""
         return np.flatnonzero(self.stays[self.units[axis.dimension]])
 
     def size(self, axis: Axis) -> int:
@@ -74,7 +74,7 @@ class Solution:
         return int(np.count_nonzero(self.stays[self.units[axis.dimension]]))
 
     def reason(self, axis: Axis, entry: int) -> str:
-        """Why an entry stays."""
+        """The operation, module or pin for which an entry stays, in words."""
         return self.texts[int(self.reasons[self.units[axis.dimension][entry]])]
 
     def _require(self, maps: Maps) -> None:
@@ -229,7 +229,15 @@ def _axes(maps: Maps, x: Comparison) -> dict[Source, Axis]:
 
 
 class _Integers:
-    """What modules' integers are, by equations with sizes."""
+    """What modules' integers are, by equations with sizes.
+
+    In the recorded call the code compared integers, as in ``x.shape[-1] == self.heads * self.width``, and those that
+    were equal are equations for what they are made of: sizes of tensors, which the cut gives, and integers that modules
+    hold. Taken by how many of the latter they have, the first equation in which one is new defines it. ``solve`` finds
+    it from the difference of both sides at 0 and at 1, which gives the root of a linear equation; the root is tried in
+    the equation itself, and where that does not hold, as with remainders, the integer stays what it is. The others are
+    checks (``agree``). In exact fractions; our own.
+    """
 
     def __init__(self, maps: Maps, size: Callable[[Axis], int]) -> None:
         self._maps, self._size = maps, size
@@ -242,16 +250,16 @@ class _Integers:
                 self.definitions.update(dict.fromkeys(unknown, equation))
 
     def values(self) -> dict[Holder, int]:
-        """The integers, as far as they are whole."""
-        found = {holder: self.solve(holder) for holder in self.definitions}
-        return {holder: int(value) for holder, value in found.items() if value == int(value) > 0}
+        """The integers after the cut, by who holds them: those whose equations have a positive whole solution."""
+        solutions = {holder: self.solve(holder) for holder in self.definitions}
+        return {holder: int(value) for holder, value in solutions.items() if value == int(value) > 0}
 
     def agree(self, equation: Comparison) -> bool:
         """Whether both sides of an equation are the same."""
         return bool(self._difference(equation, self._known(equation)) == 0)
 
     def reached(self, equation: Comparison) -> list[Axis]:
-        """The dimensions that an equation is about, by its integers, too."""
+        """The dimensions of an equation's sizes, and of the equations that define its integers."""
         others = [self.definitions.get(holder, equation) for holder in _holders(equation)]
         inner = [axis for other in others if other is not equation for axis in self.reached(other)]
         return [*_axes(self._maps, equation).values(), *inner]
@@ -284,7 +292,13 @@ def _holders(equation: Comparison) -> list[Holder]:
 
 
 class _FreeSizes:
-    """Sizes as polynomials of which units stay, at a random point: what is equal there is equal for all cuts."""
+    """Sizes as polynomials of which units stay, at a random point: what is equal there is equal for all cuts.
+
+    A size is a sum over units, 1 for each that stays. Here a unit that can leave weighs a random integer below 2^16,
+    one that stays 1, a unit of a flat dimension the product of its factors' weights, and units on both sides of a gate
+    the same. Two polynomials of degree d that differ are equal at such a point with a probability of at most d / 65,534
+    (Schwartz 1980; Zippel 1979). ``fix`` keeps whole dimensions and lets go of each without which sizes still agree.
+    """
 
     def __init__(self, maps: Maps) -> None:
         self._units = units = maps.slots.units()
@@ -318,7 +332,7 @@ class _FreeSizes:
         self._spread(np.arange(count))
 
     def size(self, axis: Axis) -> int:
-        """The size of a dimension."""
+        """A dimension's size at the random point: equal for two dimensions if they always have equal sizes."""
         return int(self._weights[self._units[axis.dimension]].sum())
 
     def fix(self, axes: Sequence[Axis], agree: Callable[[], bool]) -> list[int]:
@@ -354,7 +368,7 @@ class _FreeSizes:
                     self._weights[flat] = outer(np.multiply, [self._weights[x] for x in factors]).ravel()
 
     def _leaves(self, dimension: int, around: frozenset[int] = frozenset()) -> list[int]:
-        """The dimensions whose sizes multiply to that of a dimension."""
+        """The dimensions that multiply to a flat one, at all depths; a dimension without factors itself."""
         name = self._name[dimension]
         factors = () if name in around else self._factors.get(name, ())
         return [leaf for x in factors for leaf in self._leaves(x, around | {name})] or [dimension]
@@ -445,7 +459,7 @@ class _Evaluation:
         self._values: dict[Value, Tensor] = {}
 
     def run(self, wanted: Iterable[Value]) -> dict[Value, Tensor]:
-        """The tensors of some values."""
+        """By value, its tensor for the recorded example with the gates fixed; operations run in recorded order."""
         operations = self._before(wanted)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for operation in self.maps.recording.operations:
@@ -682,7 +696,7 @@ def _add_given(maps: Maps, value: Value) -> None:
 
 
 def _find_zeros(maps: Maps, value: Value) -> None:
-    """Say which slices of a parameter are zeros."""
+    """Say which slices of a parameter are zeros, by dimension; the others are constants."""
     nonzero = value.tensor.detach() != 0
     for dim in range(value.rank):
         some = nonzero.movedim(dim, 0).flatten(1).any(1).cpu().numpy() if value.rank > 1 else nonzero.cpu().numpy()

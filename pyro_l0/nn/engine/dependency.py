@@ -190,7 +190,7 @@ def _without_factors(entries: Index, values: Iterable[Value]) -> Index:
 
 @dataclass(frozen=True)
 class Dependencies(Generic[Of]):
-    """Answer of :func:`find_dependencies`."""
+    """Which statements about gates each entry of a recorded network stays by; from :func:`find_dependencies`."""
 
     statements: Of
     sizes: dict[str, int]  # by site, the number of its gates, which statements number through in this order
@@ -251,6 +251,12 @@ def find_dependencies(recording: Recording, make: Callable[[Maps], Of]) -> Depen
 class _Remaining:
     """By unit, the statement that it stays.
 
+    A unit on one side of an open gate stays if that on the other side does, and so along any path of open gates: the
+    disjunction, over paths, of that both what is known at its other end and all gates on the way hold. As in Gaussian
+    elimination, with "some" for sums and "both" for products, units leave one by one, those of fewest links first, and
+    their neighbours are then linked by the ways through them (``_order``; Tarjan 1981, A unified approach to path
+    problems). Two passes, forwards and back, tell each unit what is known of all others (``_pass``).
+
     Gates and boxes tell a unit what is known of others that it belongs with, without what it told them itself: nothing
     comes back, except where boxes make a ring.
     """
@@ -288,7 +294,7 @@ class _Remaining:
                 self.stays[units] = self._known(units, {box: None, **box.beside}, told)
 
     def _known(self, units: Index, boxes: Iterable[_Box], told: Index | None = None) -> Index:
-        """What is known of units by themselves, by some boxes and by gates."""
+        """The statements by which units stay for reasons of their own, for some boxes, or for gates (``told``)."""
         found = [self.stays[units], *(box.told[units] for box in boxes), *([] if told is None else [told[units]])]
         return reduce(self.statements.some_each, found)
 
@@ -325,16 +331,17 @@ class _Remaining:
     def _pass(self, order: list[tuple[int, dict[int, int]]], known: Index) -> list[int]:
         """What units hear of those on the other sides of open gates, from what is known of each."""
         heard = {unit: {unit: statement} for (unit, _), statement in zip(order, known.tolist(), strict=True)}
-        for unit, others in order:
-            found = self.statements.some(heard[unit].values())
-            for other, way in others.items():
-                heard[other][unit] = self.statements.both(way, found)
-        for unit, others in reversed(order):
-            for other, way in others.items():
-                found = self.statements.some(x for source, x in heard[other].items() if source != unit)
-                heard[unit][other] = self.statements.both(way, found)
+        for unit, all_later in order:
+            statement = self.statements.some(heard[unit].values())
+            for later, way in all_later.items():
+                heard[later][unit] = self.statements.both(way, statement)
+        for unit, all_later in reversed(order):
+            for later, way in all_later.items():
+                statement = self.statements.some(x for source, x in heard[later].items() if source != unit)
+                heard[unit][later] = self.statements.both(way, statement)
         return [
-            self.statements.some(x for source, x in found.items() if source != unit) for unit, found in heard.items()
+            self.statements.some(x for source, x in by_source.items() if source != unit)
+            for unit, by_source in heard.items()
         ]
 
     def _fit(self, box: _Box, told: Index) -> bool:

@@ -58,7 +58,7 @@ class Slots:
         return len(self._parents) - 1
 
     def root(self, dimension: int) -> int:
-        """The dimension that stands for all that it was joined with."""
+        """The dimension that stands for all that it was joined with; paths are halved on the way."""
         while self._parents[dimension] != dimension:
             self._parents[dimension] = self._parents[self._parents[dimension]]
             dimension = self._parents[dimension]
@@ -245,7 +245,7 @@ class Maps:
     _operation: Operation | None = None
 
     def begin(self, operation: Operation) -> None:
-        """Start the rule of an operation."""
+        """Let what rules say from now on be of an operation."""
         self._operation = operation
         self.relations[operation] = []
 
@@ -422,7 +422,7 @@ class Maps:
         )
 
     def pin(self, dimension: int, reason: str | None = None) -> None:
-        """All entries of a dimension have to stay."""
+        """Keep all entries of a dimension, for a reason in words: by default, the place of the operation."""
         self.pins.append((dimension, reason or self.location))
 
     def box(self, factors: Sequence[int], flat: int, is_view: bool = False) -> None:
@@ -471,7 +471,7 @@ class Maps:
 
     @property
     def operation(self) -> Operation:
-        """The operation whose rule is running."""
+        """The operation whose rule is running; there has to be one."""
         assert self._operation is not None
         return self._operation
 
@@ -481,7 +481,7 @@ class Maps:
         return self.operation.location
 
     def module(self) -> nn.Module:
-        """The module that runs the operation."""
+        """The innermost module in whose call the operation ran."""
         return self.recording.network.get_submodule(self.operation.path)
 
     def equalise(self, value: Value) -> None:

@@ -28,7 +28,7 @@ class Use:
 
     @property
     def each(self) -> int:
-        """Number of weights in a pair."""
+        """How many weights a pair has: those that read its entry, or write it."""
         return math.prod(self.weight.shape) // (self.weight.shape[self.dim] * self.groups)
 
 

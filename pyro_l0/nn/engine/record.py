@@ -64,7 +64,7 @@ class Value:
 
     @property
     def rank(self) -> int:
-        """The number of dimensions."""
+        """The number of dimensions; 0 of a number."""
         return len(self.shape)
 
 
@@ -92,21 +92,21 @@ class Operation:
 
     @property
     def output(self) -> Value:
-        """The first value that it made."""
+        """The first tensor that it made; there has to be one."""
         return self.made[0]
 
     @cached_property
     def inputs(self) -> list[Value]:
-        """Every value among its arguments."""
+        """The tensors among its arguments, nested ones too, in order and as often as they are there."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
 
     @cached_property
     def made(self) -> list[Value]:
-        """Every value that it made."""
+        """The tensors that it made; results of other kinds are left out."""
         return [value for value in self.outputs if value is not None]
 
     def value(self, name: str) -> Value:
-        """The argument of this name, a tensor."""
+        """The argument of this name, which has to be a tensor."""
         found = self.arguments[name]
         assert isinstance(found, Value), f"{name} of {self.name} is {found!r}"
         return found
@@ -127,7 +127,7 @@ class Operation:
         return bool(getattr(self.function, "is_view", False))
 
     def integer(self, name: str) -> int:
-        """The argument of this name, an integer."""
+        """The argument of this name as an integer; numbers that were sizes lose what they are made of."""
         return int(cast(int, self.arguments[name]))
 
     def integers(self, name: str) -> list[int]:
@@ -140,7 +140,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Call:
-    """Inputs and outputs of one recorded call."""
+    """The tensors that went into one recorded call of the network and that came out of it."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
@@ -148,7 +148,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module, in a call of the network."""
+    """What went into one call of a module and came out, while the network was recorded."""
 
     behind: str  # in words, the module that made its first tensor
     input: Value | None  # its first tensor; None if there is none, or no operation uses it
@@ -413,7 +413,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def call_whole(self, name: str, function: _Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Run a function and record it as one operation."""
+        """Run a function and record it as one operation, whatever operations it is made of; its result."""
         given = tree_map_only(Tensor, self.value_of, (args, kwargs))
         self.is_paused = True
         try:
@@ -435,12 +435,12 @@ class _Recorder(TorchDispatchMode):
         return torch.Size([Held.of(size, self.notes, f"shape[{key.dim}] {text}", key) for key, size in sizes])
 
     def compared_dimensions(self) -> dict[Dimension, tuple[Value, int]]:
-        """The dimensions whose sizes were compared."""
+        """By tensor and dimension whose size was compared, where in the recording that is."""
         keys = {key for comparison in self.notes for key in comparison.sources if isinstance(key, Dimension)}
         return {key: (self._values[key.tensor], key.dim) for key in keys if key.tensor in self._values}
 
     def value_of(self, tensor: Tensor) -> Value:
-        """The value that a tensor has now."""
+        """The value that stands for a tensor as it is now: a new one if it was not seen yet, such as a parameter."""
         value = self._values.get(id(tensor))
         if value is None:
             names = tuple(self._names.get(id(tensor), ()))
@@ -455,7 +455,7 @@ class _Recorder(TorchDispatchMode):
     def keep(
         self, tensor: Tensor, names: tuple[str, ...] = (), is_input: bool = False, is_given: bool = False
     ) -> Value:
-        """A new value of a tensor."""
+        """Let a new value stand for a tensor, and for its memory, from now on."""
         value = Value(tuple(tensor.shape), tensor.dtype, tensor, names, is_input, is_given=is_given)
         self._values[id(tensor)] = value
         address = _address(tensor)
@@ -539,7 +539,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def replace_gates(self) -> Iterator[None]:
-        """Record each gate as one operation, without a draw."""
+        """A context in which each gate is recorded as one operation, and nothing is drawn."""
         gates = gate_names(self.network)
         before = [(gate, gate.__dict__.get("forward")) for gate in gates.values()]
         for site, gate in gates.items():
@@ -645,7 +645,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def tensors(result: object) -> list[Tensor]:
-    """The tensors that a network returned."""
+    """The tensors that a network returned, nested ones too, in order; results of other kinds are left out."""
     if hasattr(result, "to_tuple"):
         result = result.to_tuple()
     if isinstance(result, Tensor):

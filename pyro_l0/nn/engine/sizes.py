@@ -67,7 +67,7 @@ class Notes(list["Comparison"]):
     is_open = True
 
     def compare(self, function: Callable[..., bool], left: Held, right: int, is_even: bool = False) -> bool:
-        """The result of a comparison, which has to stay what it is."""
+        """Compare, and note the comparison with its result, while a network is recorded."""
         result = function(int(left), int(right))
         if self.is_open:
             self.append(Comparison(function, left, right, result, is_even))
@@ -83,7 +83,7 @@ class Held(int):
 
     @classmethod
     def of(cls, value: int, notes: Notes, text: str, *parts: Any) -> Held:
-        """An integer with what it is made of."""
+        """An integer that knows how it reads in code, and the function and integers, or the size, that it came from."""
         self = cls(value)
         self.notes, self.text, self.parts = notes, text, parts
         return self
@@ -161,14 +161,14 @@ class Comparison(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Why units stay for it."""
+        """The reason that is shown for units which stay for it."""
         if isinstance(self.right, Held) and self.is_equation:
             return f"{self.left.text}, which is the size of other units, too"
         return f"{self.left.text}, which the code computes with"
 
     @property
     def sources(self) -> dict[Source, int]:
-        """What it is made of, with the values there."""
+        """The sizes and modules' integers on both sides, with their values in the recorded call."""
         return _sources(self.left) | _sources(self.right)
 
     def sides(self, known: Mapping[Source, Any], arithmetic: Arithmetic | None = None) -> tuple[Any, Any]:
@@ -213,7 +213,7 @@ def _held(value: int, notes: Notes, holder: Holder) -> Held:
 
 
 def _of_weight(path: str, module: nn.Module, notes: Notes) -> dict[str, Held]:
-    """The integers of a module of torch that are sizes of its weight."""
+    """By name, the attributes of a module of torch that are sizes of its weight, such as ``in_features``."""
     weight = module._parameters.get("weight")
     if weight is None or getattr(module, "transposed", False):
         return {}
@@ -267,7 +267,7 @@ def are_numbers(notes: Notes, arguments: tuple[Any, dict[str, Any]], results: An
 
 
 def are_sizes(notes: Notes, arguments: tuple[Any, dict[str, Any]], results: Any) -> None:
-    """Integers are sizes of the results."""
+    """Note that integers among the arguments are sizes of the results, as those of ``torch.zeros``."""
     for tensor in (x for x in tree_leaves(results) if isinstance(x, Tensor)):
         _note_shape(notes, _integers(arguments), tensor, 0)
 

@@ -29,22 +29,22 @@ class Statements(ABC):
 
     @abstractmethod
     def gate(self, gate: int) -> int:
-        """That one gate is open."""
+        """The number of the statement that a gate, numbered through, is open."""
 
     @abstractmethod
     def both(self, one: int, other: int) -> int:
-        """That two statements hold."""
+        """The number of the statement that two hold."""
 
     @abstractmethod
     def some(self, statements: Iterable[int]) -> int:
-        """That one of several statements holds."""
+        """The number of the statement that at least one holds; FALSE for none."""
 
     @abstractmethod
     def implies(self, one: int, other: int) -> bool:
         """Whether no case, of all or of many, shows that one statement holds without the other."""
 
     def every(self, statements: Iterable[int]) -> int:
-        """That all of several statements hold."""
+        """The number of the statement that all hold; TRUE for none."""
         return reduce(self.both, statements, TRUE)
 
     def both_each(self, one: Index, other: Index) -> Index:
@@ -73,7 +73,7 @@ class Statements(ABC):
         return self.some_of_each(rows.reshape(axis.size, -1))
 
     def some_of(self, statements: Index) -> int:
-        """That one of an array's statements holds."""
+        """As ``some``, of the numbers in an array of any shape."""
         if statements.max(initial=TRUE) <= FALSE:
             return int(statements.min(initial=FALSE))
         return self.some(set(statements.tolist()))
@@ -129,14 +129,14 @@ class NormalForms(Statements):
         self._by_gate: dict[Clause, dict[int, list[int]]] = {}  # its literals by one of the gates that they need
 
     def clauses(self, statement: int) -> tuple[Clause, ...]:
-        """The clauses of a statement, none of which follows from another."""
+        """The clauses that a statement is the conjunction of, short ones first; none of TRUE, an empty one of FALSE."""
         return self._clauses[statement]
 
     def gate(self, gate: int) -> int:
         return self.number([frozenset({gate})])
 
     def number(self, clauses: Iterable[Clause]) -> int:
-        """The statement that all of some clauses hold."""
+        """The number of the conjunction of some clauses, the same for all that absorption leaves alike."""
         given = [self._known.setdefault(clause, clause) for clause in clauses]
         key = frozenset(given)
         if key not in self._numbers:
@@ -216,7 +216,7 @@ class NormalForms(Statements):
         return self.number([*common, frozenset[int]().union(*joined)])
 
     def _literal(self, statement: int) -> int:
-        """The literal that stands for a statement."""
+        """The literal that stands for a statement in clauses, numbered behind the gates."""
         if statement not in self._literals:
             literal = self._literals[statement] = self._gates + len(self.of_literals)
             self.of_literals.append(statement)
@@ -275,7 +275,13 @@ class NormalForms(Statements):
         )
 
     def _entails(self, one: int, clause: Clause) -> bool:
-        """Whether a clause is seen to follow from a statement: from a clause of that, or one of its literals does."""
+        """Whether a clause is seen to follow from a statement: from a clause of that, or one of its literals does.
+
+        A statement is a meet of clauses and a clause a join of literals, which are gates and statements. In a free
+        lattice a meet is below a join if and only if one of the meet's parts is below the join or the meet is below one
+        of the join's parts (Whitman 1941, Free lattices). That is sound for gates; it may miss what follows by
+        distributing one over the other, which ``_is_refuted`` then has to tell.
+        """
         known = self._entailed.setdefault(clause, {})
         if one not in known:
             own = self._clauses[one]
@@ -297,7 +303,7 @@ class NormalForms(Statements):
         return (literal for gate in self._needed(one)[:-1] for literal in found.get(gate, ()))
 
     def _needed(self, statement: int) -> list[int]:
-        """The gates that are clauses of a statement, and -1."""
+        """The gates without which a statement does not hold, as single clauses say, and -1."""
         if statement not in self._gates_of:
             single = (gate for clause in self._clauses[statement] if len(clause) == 1 for gate in clause)
             self._gates_of[statement] = [*single, -1]
@@ -319,7 +325,7 @@ class NormalForms(Statements):
         )
 
     def _cases_with(self, statement: int) -> int:
-        """The cases in which a statement holds, a bit for each."""
+        """The random cases in which a statement holds, as the bits of an integer."""
         if statement not in self._cases:
             held = map(self._cases_of, self._clauses[statement])
             self._cases[statement] = reduce(int.__and__, held, (1 << _CASES) - 1)
@@ -388,7 +394,7 @@ class TruthTables(Statements):
         return not self._cases[one] & ~self._cases[other]
 
     def holds(self, statement: int, case: int) -> bool:
-        """Whether a statement holds in a case."""
+        """Whether a statement holds in a case, numbered as in ``closed``."""
         return bool(self._cases[statement] >> case & 1)
 
     def count(self, statements: Index) -> Index:
@@ -460,7 +466,7 @@ class Needs:
             self._add(axis, np.full(axis.size, statement))
 
     def _runs(self, operation: Operation) -> int:
-        """The statement that the outputs depend on an operation."""
+        """The statement that some output of an operation has an entry that is needed in each dimension."""
         return self._statements.some(
             self._statements.every(self._statements.some_of(self.of(axis)) for axis in self._maps.dims(value))
             for value in operation.made

@@ -304,7 +304,7 @@ class _Plan:
     def run(
         self, given: Sequence[Tensor], z: Tensor, corrupted: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs, and the sources of all writers."""
+        """The network's outputs at given inputs and gates of edges, and the sources of all writers."""
         values = dict(zip(self._call.inputs, given, strict=True))
         sources, asked = dict[Write, Tensor](), list[object]()  # sources less the corrupted ones
 

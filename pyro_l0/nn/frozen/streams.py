@@ -66,7 +66,7 @@ class Write:
 
     @property
     def source(self) -> Value:
-        """What contributions are linear in."""
+        """The tensor that contributions are linear in: the input of their projection, or else the summand itself."""
         return self.value if self.projection is None else self.projection.x
 
     @property
@@ -133,7 +133,7 @@ class Reading:
 
 
 def repeat(operation: Operation, tensor: Tensors) -> Sequence[object]:
-    """What an operation makes of other tensors."""
+    """Run an operation again on other tensors; its results in a list."""
     if operation.name == WRITE:
         return [tensor(value) for value in operation.inputs[: len(operation.outputs)]]
     args, kwargs = tree_map_only(Value, tensor, (operation.args, operation.kwargs))
@@ -151,7 +151,7 @@ def run(operations: Sequence[Operation], start: Value, x: Tensor, end: Value, te
 
 
 def repeat_all(operations: Iterable[Operation], start: Value, x: Tensor, tensor: Tensors) -> dict[Value, Tensor]:
-    """All that operations make of a tensor in place of ``start``."""
+    """By value, what operations make in their order if ``start`` is x and all else is as ``tensor`` has it."""
     made = {start: x}
 
     def own(value: Value) -> Tensor:
@@ -266,7 +266,7 @@ class Streams:
     # ------------------------------------------------------------ streams
 
     def _find_sums(self) -> None:
-        """Find the sums of streams, with their summands."""
+        """Find which sums belong to one stream, and the summands that no sum made."""
         leaves, group = dict[Value, list[Value]](), dict[Value, Value]()  # a group goes by its first sum
         sums = [x for x in self.recording.operations if _is_sum(x)]
         for operation in sums:
@@ -365,13 +365,13 @@ class Streams:
         return math.prod(front) // (front[0] if len(front) > 1 else self.recording.calls[0].inputs[0].shape[0]) or 1
 
     def _by_head(self, value: Value) -> Tensor:
-        """The head of each entry of such a tensor."""
+        """The number of the head at each entry of a tensor's leading dimensions, shaped to broadcast against it."""
         front = value.shape[:-2]
         heads = torch.arange(math.prod(front), device=value.tensor.device) % self._heads_of(value)
         return heads.reshape(*front, 1, 1)
 
     def _dense(self, operation: Operation) -> Dense | None:
-        """A product with a matrix, if an operation is one."""
+        """The operation as a product of a tensor with one weight matrix; None if it is another kind."""
         weights = list(self._weights.get(operation, ()))
         others = [x for x in self._products[operation].factors if x not in weights]
         if len(weights) != 1 or len(others) != 1 or weights[0].rank != 2 or not others[0].rank:

@@ -59,7 +59,7 @@ class Design:
 
 
 def _problem(draft: Draft) -> Problem:
-    """That of a regression after all steps."""
+    """The problem of a regression from a draft to which all steps were applied, with priors in the draft's units."""
     family, gated, is_sparse = draft.family, draft.gated, isinstance(draft.x, SparseColumns)
     is_normal, deviation = family.has_closed_form, draft.deviation[:gated]
     noise_unit, unit = _units(draft)
@@ -148,7 +148,7 @@ def check_slab_scale(scale: float | None, unit: float) -> None:
 
 
 def _check_scale(name: str, scale: float | None, least: float, most: float) -> None:
-    """Refuse one that is numerically 0 or infinite."""
+    """Raise a ValueError if a scale that is given is numerically 0 or infinite beside y; None is learned."""
     if scale is not None and not least <= scale <= most:
         raise ValueError(
             f"Expected {name} to lie between {least:g} and {most:g}, in view of the size of y, but got {scale:g}; None "

@@ -74,12 +74,12 @@ class Draft:
 
     @property
     def rows(self) -> Array:
-        """The weight of each row, shape ``(n,)``."""
+        """The weight of each row, shape ``(n,)``; 1 where none was given."""
         return np.ones(len(self.y)) if self.weight is None else self.weight
 
     @property
     def number(self) -> float:
-        """Of observations."""
+        """The number of observations, as weights count them."""
         return float(len(self.y)) if self.weight is None else float(self.weight.sum())
 
     @property

@@ -29,7 +29,7 @@ class Encode(Step):
 
     @staticmethod
     def of(levels: dict[int, pandas.Index], features: int) -> Encode:
-        """That of some number of features."""
+        """The step for p features, of which some have levels, by position; the others are numbers."""
         width = [len(levels.get(j, "1")) for j in range(features)]
         return Encode(levels, np.repeat(np.arange(features), width))
 
@@ -121,7 +121,7 @@ def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
 
 
 def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
-    """Refuse text, dates and durations."""
+    """Raise a ValueError if a column without levels holds text, dates or durations."""
     import pandas
 
     infer = pandas.api.types.infer_dtype

@@ -64,7 +64,7 @@ class Binomial(Bernoulli):
         return y * eta - torch.from_numpy(self.trials) * F.softplus(eta)
 
     def log_constant(self, y: Tensor, **parameters: Tensor) -> Tensor:
-        """Log binomial coefficients."""
+        """Log of the number of ways to have y successes in the trials, shape ``(1, n)``."""
         trials = torch.from_numpy(self.trials)
         return ((trials + 1).lgamma() - (y + 1).lgamma() - (trials - y + 1).lgamma())[None]
 

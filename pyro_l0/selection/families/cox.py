@@ -105,6 +105,9 @@ class CoxLikelihood(Likelihood):
         return slope, curvature[:, :, None, :, None]
 
     def trace_slope(self, columns: Tensor, eta: Tensor, covariance: Tensor) -> Tensor:
+        # With C = L L' the covariance and r_i = L'x_i (rows), the trace of C times the curvature is the sum over events
+        # of E|r|^2 - |E r|^2, means over those at risk by their probabilities p_ki. As the derivative of p_ki by eta_j
+        # is p_ki (1[i = j] - p_kj), that of the trace is sum_k p_kj (|r_j|^2 - E|r|^2 + 2 |E r|^2 - 2 r_j'E r).
         risk = self._at_risk(eta)
         rows = torch.linalg.cholesky(covariance[:, :, 0, :, 0]).mT @ columns[:, :, self._order]
         square = rows.square().sum(1, keepdim=True)

@@ -127,7 +127,7 @@ class Family(ABC):
         return slope.detach(), curvature.detach()
 
     def slope(self, y: Tensor, eta: Tensor, **parameters: Tensor) -> Tensor:
-        """The first of the derivatives."""
+        """The derivative of the log density by eta, in its shape; override it where that is cheaper alone."""
         return self.derivatives(y, eta, **parameters)[0]
 
     @torch.enable_grad()

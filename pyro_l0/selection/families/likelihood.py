@@ -92,18 +92,23 @@ class Likelihood(ABC):
         That is a quadratic of the coefficients of features x, shape ``(n, p)``, the K of each side by side, up to a
         constant. Those of u ungated features, whose normal priors have the precisions of shape ``(u,)``, are integrated
         out. The second result gives their mean at some others: shape ``(S, p K)`` to ``(S, u, K)``.
+
+        With D the weighted columns of the first, J those of the second and P their priors' precisions, u has the mean
+        (J'J + P)^-1 (h - J'D x), with h its linear term (``own``). Completing the square leaves the curvature D'(I - J
+        (J'J + P)^-1 J') D and the linear term less D'J (J'J + P)^-1 h. The matrix in the middle is the square of I - U
+        t U', for the left singular vectors U and the values v of J P^-1/2 and t = 1 - (1 + v^2)^-1/2.
         """
         slope, curvature = (part[0] for part in self.fitted(eta[None]).derivatives(eta[None]))
         every, outputs = torch.cat([x, ungated], 1), eta.shape[1]
         design = _weighted_design(curvature, every)
         residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
         sizes = [x.shape[1] * outputs, ungated.shape[1] * outputs]
-        linear, own = (every.T @ residual).flatten().split(sizes)
+        linear, linear_ungated = (every.T @ residual).flatten().split(sizes)
         design, columns = design.split(sizes, 1)  # the second is J
         # The mean where all other coefficients are zero, and by how much it falls with each of these.
         precision = precision.repeat_interleave(outputs)
         inverse = torch.linalg.inv(columns.T @ columns + precision.diag())
-        mean, crossed = inverse @ own, columns.T @ design
+        mean, crossed = inverse @ linear_ungated, columns.T @ design
         falls = inverse @ crossed
         # (I - U t U')^2 = I - J (J'J + S^-2)^-1 J' for the left singular vectors U of J S.
         left, values, _ = torch.linalg.svd(columns / precision.sqrt(), full_matrices=False)
@@ -120,7 +125,7 @@ class Likelihood(ABC):
         return {}
 
     def at(self, theta: Tensor) -> Self:
-        """The same with other parameters."""
+        """A copy at other parameters theta, shape ``(s, d)``, on the whole line."""
         moved = copy(self)
         moved.theta = theta
         return moved
@@ -168,7 +173,7 @@ class Likelihood(ABC):
 
 
 class _Parameter(NamedTuple):
-    """A parameter of a family, and where in theta it is."""
+    """A parameter of a family, with its prior and the slice of theta, on the whole line, that it is."""
 
     prior: Distribution
     transform: Transform  # from the whole line
@@ -176,7 +181,7 @@ class _Parameter(NamedTuple):
     place: slice
 
     def on_line(self, theta: Tensor) -> Tensor:
-        """From shape ``(s, d)``."""
+        """The parameter's entries of theta, from shape ``(s, d)`` to ``(s, *shape)``, on the whole line."""
         return theta[:, self.place].reshape(len(theta), *self.shape)
 
     def value(self, theta: Tensor) -> Tensor:
@@ -185,7 +190,7 @@ class _Parameter(NamedTuple):
         return value
 
     def log_density(self, theta: Tensor) -> Tensor:
-        """Of its part of theta, shape ``(s,)``."""
+        """Log prior density on the whole line, with the transform's Jacobian, shape ``(s,)``."""
         on_line = self.on_line(theta)
         value = self.transform(on_line)
         parts = self.prior.log_prob(value), self.transform.log_abs_det_jacobian(on_line, value)
@@ -310,7 +315,7 @@ class FamilyLikelihood(Likelihood):
         return {name: each.value(self.theta) for name, each in self._parameters.items()}
 
     def _predictors(self, eta: Tensor) -> Tensor:
-        """With the offset, and as the family takes them."""
+        """Linear predictors plus the offset; without the last dimension where the family has one output."""
         return (eta if self._family.has_outputs else eta[..., 0]) + self._offset
 
     def _weighted(self, slope: Tensor) -> Tensor:

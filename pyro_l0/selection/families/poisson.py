@@ -42,7 +42,7 @@ class Poisson(Family):
         return eta.exp() * covariance
 
     def null_predictor(self, y: Tensor, weight: Tensor) -> Tensor:
-        """With half an observation more."""
+        """Log of the mean count, with half a count added, so that it is finite where all y are 0; shape ``(1,)``."""
         return (((weight * y).sum() + 0.5) / weight.sum()).log()[None]
 
     def sample(self, eta: Array, random: np.random.Generator, **parameters: Array) -> Array:

@@ -21,20 +21,28 @@ def draw_polya_gamma(tilt: Tensor, generator: torch.Generator | None = None) -> 
     what is proposed below the cut is not truncated beforehand, but rejected with the rest.
     """
     half = 0.5 * tilt.abs().flatten()
-    found = torch.empty_like(half)
+    drawn = torch.empty_like(half)
     everyone = torch.arange(len(half), device=half.device)
     is_small = half < _SMALL
     for part, is_levy in ((everyone[is_small], True), (everyone[~is_small], False)):
         left = part
         while len(left):
             x, accepted = _proposed(half[left], is_levy, generator)
-            found[left[accepted]] = 0.25 * x[accepted]
+            drawn[left[accepted]] = 0.25 * x[accepted]
             left = left[~accepted]
-    return found.view_as(tilt)
+    return drawn.view_as(tilt)
 
 
 def _proposed(half: Tensor, is_levy: bool, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Proposals for J*(1, half), and which of them are accepted; below the cut, Levy or inverse Gaussian ones."""
+    """Proposals for J*(1, half), and which of them are accepted; below the cut, Levy or inverse Gaussian ones.
+
+    The density is an alternating series sum (-1)^n a_n(x), times exp(-half^2 x / 2) up to a constant. Its first term is
+    the proposal: above the cut an exponential of rate pi^2 / 8 + half^2 / 2 (``rate``), with the mass ``above``; below
+    it an inverse Gaussian of mean 1 / half and shape 1, of mass 2 exp(-half), or a Levy variable that is below the cut,
+    with exp(-half^2 x / 2) as a part of the acceptance. ``share`` is the series over its first term, with the terms (2
+    n + 1) exp(-n (n + 1) pi^2 x / 2) above and (2 n + 1) exp(-2 n (n + 1) / x) below the cut. The densities are those
+    of section 4 of Polson, Scott and Windle.
+    """
     part, place, level = torch.rand(3, len(half), generator=generator, dtype=half.dtype, device=half.device)
     rate = 0.125 * math.pi**2 + 0.5 * half.square()
     above = 0.5 * math.pi / rate * (-_CUT * rate).exp()

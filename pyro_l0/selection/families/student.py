@@ -106,7 +106,7 @@ class Student(Family):
 
 
 def _median(values: Array, weight: Array) -> float:
-    """The lower one, of values that stand for several."""
+    """The smallest value up to which lies half of the weight."""
     order = np.argsort(values)
     below = weight[order].cumsum()
     return float(values[order[np.searchsorted(below, 0.5 * below[-1])]])

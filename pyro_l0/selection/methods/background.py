@@ -24,39 +24,49 @@ def mixed_posterior(
 ) -> SelectionPosterior:
     """The posterior of a Gaussian regression with a background, by a method for regressions without one.
 
+    With r_k the ratios, p(. | y) = sum_k p(r_k | y) p(. | y, r_k), and p(r_k | y) is in proportion to p(r_k) times the
+    evidence at r_k (``probs``). The variance is the mean of squares less the squared mean, and the error of a gate has
+    two parts: those of the posteriors, and an error of each log evidence, by which its weight moves p_k (a_k - a).
     Chains that move between the ratios would rarely do so where few large effects explain y as well as many small ones
     do; how probable each is, they would have from their starts.
     """
     assert problem.background is not None
-    found, log_evidence = [], np.zeros(len(RATIOS))
+    posteriors, log_evidence = [], np.zeros(len(RATIOS))
     for k in range(len(RATIOS)):
         given, log_weight = problem.background.given(problem, k)
-        found.append(method(given, draws=draws, seed=seed + k))
-        log_evidence[k] = log_weight + found[k].log_evidence
+        posteriors.append(method(given, draws=draws, seed=seed + k))
+        log_evidence[k] = log_weight + posteriors[k].log_evidence
     probs = np.exp(log_evidence - np.logaddexp.reduce(log_evidence))
 
     def averaged(values: list[Array]) -> Array:
         return np.tensordot(probs, values, 1)
 
-    active = np.stack([each.active_probs for each in found])
-    sampled = np.stack([each.error for each in found])
+    active = np.stack([posterior.active_probs for posterior in posteriors])
+    sampled = np.stack([posterior.error for posterior in posteriors])
     # An evidence that is estimated is off by as much as seeds differ.
     of_evidence = _LOG_EVIDENCE * (sampled.any(axis=1, keepdims=True) * probs[:, None] * (active - probs @ active))
     error = np.sqrt((probs[:, None] ** 2 * sampled**2 + of_evidence**2).sum(0))
-    mean = averaged([each.mean for each in found])
-    square = averaged([each.sd**2 + each.mean**2 for each in found])
-    effects = probs @ problem.background.mean(RATIOS, np.stack([each.mean[:, 0] for each in found]))
+    mean = averaged([posterior.mean for posterior in posteriors])
+    square = averaged([posterior.sd**2 + posterior.mean**2 for posterior in posteriors])
+    effects = probs @ problem.background.mean(RATIOS, np.stack([posterior.mean[:, 0] for posterior in posteriors]))
     number = np.random.default_rng([seed, 1]).choice(len(RATIOS), draws, p=probs)
-    drawn = Draws.joined([each.draws for each in found], number * draws + np.arange(draws))
+    drawn = Draws.joined([posterior.draws for posterior in posteriors], number * draws + np.arange(draws))
     return SelectionPosterior(
         probs @ active,
         mean,
         np.sqrt((square - mean**2).clip(min=0)),
-        averaged([each.intercept for each in found]),
+        averaged([posterior.intercept for posterior in posteriors]),
         float(np.logaddexp.reduce(log_evidence)),
         drawn._replace(ratio=RATIOS[number]),
         error,
-        tuple({text: None for each, p in zip(found, probs, strict=True) if p > _NEGLIGIBLE for text in each.problems}),
+        tuple(
+            {
+                text: None
+                for posterior, p in zip(posteriors, probs, strict=True)
+                if p > _NEGLIGIBLE
+                for text in posterior.problems
+            }
+        ),
         BackgroundEffects(RATIOS, probs, effects),
     )
 

@@ -140,7 +140,7 @@ def _evidence(problem: Problem | JointProblem) -> GaussianEvidence | JointEviden
 
 
 def _number(seed: int | np.random.RandomState | None) -> int:
-    """A seed by the conventions of scikit-learn."""
+    """A whole number from a ``random_state``: None draws one, a RandomState gives its next."""
     if seed is None:
         return int(np.random.SeedSequence().generate_state(1)[0])
     return int(seed.randint(2**31 - 1)) if isinstance(seed, np.random.RandomState) else int(seed)

@@ -83,10 +83,10 @@ class ExactChains(ABC):
                 if rounds < min(look, _ROUNDS):
                     continue
                 used = record[int(self.warm_up * len(record)) :]
-                probs, *others = (torch.stack(part) for part in zip(*used, strict=True))
-                found = standard_error(probs) if probs.shape[2] else probs[0, 0]
-                of_gates = found.max() if len(found) else found.sum()
-                apart = _error_of_means(*others[2:4]) if of_means else torch.zeros(())
+                probs, *states = (torch.stack(part) for part in zip(*used, strict=True))
+                error_of_gates = standard_error(probs) if probs.shape[2] else probs[0, 0]
+                of_gates = error_of_gates.max() if len(error_of_gates) else error_of_gates.sum()
+                apart = _error_of_means(*states[2:4]) if of_means else torch.zeros(())
                 worst = torch.maximum(of_gates / error, apart / _PRECISE)
                 is_enough = bool(worst <= 1)
                 needed = rounds if is_enough else max(rounds + 1, rounds * float(worst) ** 2)
@@ -98,7 +98,7 @@ class ExactChains(ABC):
             f"The chains disagree: the mean of a coefficient has a standard error of {apart:.2f} of its standard "
             "deviation. Set a smaller slab_scale or always_in_scale."
         )
-        z, log_slab, beta, mean, variance, theta = (part.flatten(0, 1) for part in others)
+        z, log_slab, beta, mean, variance, theta = (part.flatten(0, 1) for part in states)
         which = torch.randint(len(z), (draws,), generator=self._generator)
         moments = mean.mean(0), (mean.square() + variance).mean(0)
         outputs, features = self._problem.outputs, self._features
@@ -117,7 +117,7 @@ class ExactChains(ABC):
                 self._problem.prior.draw_rate(z[which], self._generator),
                 learned,
             ),
-            found,
+            error_of_gates,
             (disagree,) if apart > _UNSURE and of_gates <= MOST_ERROR else (),
         )
 
@@ -148,7 +148,10 @@ class ExactChains(ABC):
         self._value = torch.where(taken, value, self._value)
 
     def _comb(self, most: int = _COMB) -> Tensor:
-        """Log slab scales at equal random distances, the last one in any place, of which one is chosen by density."""
+        """Log slab scales at equal random distances, the last one in any place, of which one is chosen by density.
+
+        Distance and place are drawn alike from each scale of the comb, so that choosing by density is a Gibbs step.
+        """
         place = torch.randint(most, (len(self.z), 1), generator=self._generator)
         return self.log_slab[:, None] + self._uniform()[:, None] ** _FINE * (torch.arange(most) - place)
 
@@ -233,8 +236,8 @@ class AugmentedChains(ExactChains):
         most = max(2, min(_COMB, STORED // matrix.numel()))
         log_slab = self.log_slab[:, None] if prior.slab_scale is not None else self._comb(most)
         slabs = (-2 * log_slab)[:, :, None].exp().expand(-1, -1, self._slabs)
-        own = torch.cat([slabs, self._problem.ungated_precision.expand(*log_slab.shape, -1)], 2)
-        precision = matrix[:, None] + torch.diag_embed(own)
+        precisions = torch.cat([slabs, self._problem.ungated_precision.expand(*log_slab.shape, -1)], 2)
+        precision = matrix[:, None] + torch.diag_embed(precisions)
         eye = torch.eye(on.shape[2]).to(matrix)
         root = torch.linalg.cholesky(torch.where(on[..., :, None] & on[..., None, :], precision, eye))
         if prior.slab_scale is not None:
@@ -246,7 +249,17 @@ class AugmentedChains(ExactChains):
         return precision[self._chains, drawn], root[self._chains, drawn]
 
     def _swept_out(self, precision: Tensor, root: Tensor) -> Tensor:
-        """The precision with the linear term as a further row and column, swept by the open coefficients."""
+        """The precision with the linear term as a further row and column, swept by the open coefficients.
+
+        With P the precision and h the linear term, O the open coefficients and C the others, [[P, h], [h', 0]] becomes,
+        in the order O, C and the last one (Goodnight 1979),
+
+            -P_OO^-1          P_OO^-1 P_OC                   P_OO^-1 h_O
+            P_CO P_OO^-1      P_CC - P_CO P_OO^-1 P_OC       h_C - P_CO P_OO^-1 h_O
+            h_O' P_OO^-1      h_C' - h_O' P_OO^-1 P_OC       -h_O' P_OO^-1 h_O
+
+        so that covariance and mean of what is open stand in it, and e and h of what is closed, if it opens.
+        """
         on = self._open(self.z)
         inverse = pad(torch.cholesky_inverse(root) * (on[:, :, None] & on[:, None, :]), (0, 1, 0, 1))
         whole = pad(precision, (0, 1, 0, 1))
@@ -257,7 +270,12 @@ class AugmentedChains(ExactChains):
         return torch.where(row, torch.where(column, -inverse, solved), closed)
 
     def _flipped(self, swept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """A flip of each chain by a locally balanced proposal (Zanella 2020, arXiv:1711.07424)."""
+        """A flip of each chain by a locally balanced proposal (Zanella 2020, arXiv:1711.07424).
+
+        Gate j is proposed in proportion to t / (1 + t), with t the odds of its other value given the others: the
+        probability of that value. With the balancing function t / (1 + t) the flip is accepted by the ratio of these
+        probabilities' sums before (the last of ``below``) and after it (``new_total``).
+        """
         below = torch.where(self.z, -logits, logits).sigmoid().cumsum(1)
         point = self._uniform()[:, None] * below[:, -1:]
         gate = torch.searchsorted(below, point).clamp(max=below.shape[1] - 1)
@@ -274,18 +292,27 @@ class AugmentedChains(ExactChains):
         return torch.where(taken[:, :, None], new, swept), torch.where(taken, new_logits, logits)
 
     def _swept(self, swept: Tensor, pivot: Tensor, sign: Tensor) -> Tensor:
-        """Matrices with one more coefficient each swept out (sign 1), or one fewer (-1)."""
+        """Matrices with one more coefficient each swept out (sign 1), or one fewer (-1).
+
+        With c the pivot's column and d its corner, the rest becomes S - c c' / d, the pivot's row and column the sign
+        times c / d, and the corner -1 / d: as in ``_swept_out``, for one coefficient.
+        """
         column = swept[self._chains, :, pivot]
         corner = column[self._chains, pivot]
         ratio = column / corner[:, None]
-        found = torch.baddbmm(swept, column[:, :, None], ratio[:, None, :], alpha=-1)
+        new = torch.baddbmm(swept, column[:, :, None], ratio[:, None, :], alpha=-1)
         edge = sign[:, None] * ratio
         edge[self._chains, pivot] = -1 / corner
-        found[self._chains, :, pivot] = found[self._chains, pivot] = edge
-        return found
+        new[self._chains, :, pivot] = new[self._chains, pivot] = edge
+        return new
 
     def _logits(self, swept: Tensor, z: Tensor) -> Tensor:
-        """Log odds of every gate given the others, the slab scale and the variables that were drawn."""
+        """Log odds of every gate given the others, the slab scale and the variables that were drawn.
+
+        The log evidence changes by (h'E^-1 h - log det E) / 2 - m log s where m coefficients of slab scale s open, with
+        E and h their precision and linear term. The swept matrix has these of a closed gate's members, and of an open
+        one's -V and w, with V their covariance and w their mean: there E = V^-1 and h = V^-1 w.
+        """
         sign = 1.0 - 2.0 * z.double()
         if self._problem.gate_of is None:
             corner, last = swept.diagonal(dim1=1, dim2=2)[:, : self._slabs], swept[:, : self._slabs, -1]
@@ -331,8 +358,8 @@ class _Open(NamedTuple):
 
     def slopes(self, residual: Tensor) -> Tensor:
         """Of the log likelihood, shape ``(chains, m K)``, from those along linear predictors, ``(chains, n, K)``."""
-        found = residual.mT @ self.columns.mT
-        return found.gather(2, self.place[:, None].expand(-1, found.shape[1], -1)).mT.flatten(1)
+        of_features = residual.mT @ self.columns.mT
+        return of_features.gather(2, self.place[:, None].expand(-1, of_features.shape[1], -1)).mT.flatten(1)
 
 
 class JumpingChains(ExactChains):
@@ -382,8 +409,8 @@ class JumpingChains(ExactChains):
         index = (features[:, :, None] * len(self._outputs) + self._outputs).flatten(1)
         valid = valid.repeat_interleave(len(self._outputs), 1)
         slabs = (-2 * self.log_slab)[:, None].exp().expand(-1, self._slabs)
-        own = self._problem.ungated_precision.repeat_interleave(len(self._outputs))
-        precision = torch.cat([slabs, own.expand(len(slabs), -1)], 1).gather(1, index)
+        of_ungated = self._problem.ungated_precision.repeat_interleave(len(self._outputs))
+        precision = torch.cat([slabs, of_ungated.expand(len(slabs), -1)], 1).gather(1, index)
         matrix = self._quadratic.blocks(index) + torch.diag_embed(precision)
         both = valid[:, :, None] & valid[:, None, :]
         curvature = torch.where(both, matrix, torch.eye(index.shape[1]).to(matrix))
@@ -391,87 +418,110 @@ class JumpingChains(ExactChains):
         return _Open(index, valid, self._columns[used], place, precision, curvature)
 
     def _jump(self, gate: Tensor) -> Tensor:
-        """Draw a gate of each chain with its coefficients; returns P(z = 1)."""
+        """Draw a gate of each chain with its coefficients; returns P(z = 1).
+
+        With H the mean curvature of the gate's coefficients x (first) and of all other open ones (o), these follow x by
+        -H_oo^-1 H_ox x (minus ``follow``): ``line`` has this for every entry of x, and ``along`` the linear predictors
+        that go with it. ``beta`` and ``eta`` are where that line meets x = 0. Newton steps with the Schur complement
+        H_xx - H_xo H_oo^-1 H_ox = F F' (``factor`` is F) lead from there to the proposals' ``mode``; candidates are
+        mode + F'^-1 t, with t of ``_TAILS`` degrees of freedom. An open choice weighs its posterior density over the
+        proposal's and over the number of candidates, and the closed one its posterior density. One of them is where the
+        chain is, which leaves the posterior invariant (Andrieu, Lee and Vihola 2018).
+        """
         was_open = self.z[self._chains, gate][:, None]
         others, valid = open_positions(self._open(self.z.scatter(1, gate[:, None], False)))
         features = torch.cat([self._members[gate], others], 1)
-        every = self._coefficients(features, torch.cat([self._valid[gate], valid], 1))
+        coefficients = self._coefficients(features, torch.cat([self._valid[gate], valid], 1))
         size = self._members.shape[1] * len(self._outputs)
-        own = every.valid[:, :size]
-        root, cross = torch.linalg.cholesky(every.curvature[:, size:, size:]), every.curvature[:, size:, :size]
+        is_entry = coefficients.valid[:, :size]
+        root, cross = (
+            torch.linalg.cholesky(coefficients.curvature[:, size:, size:]),
+            coefficients.curvature[:, size:, :size],
+        )
         follow = torch.cholesky_solve(cross, root)
-        factor = torch.linalg.cholesky(every.curvature[:, :size, :size] - cross.mT @ follow)
-        line = torch.cat([torch.diag_embed(own.double()), -follow * own[:, None, :]], 1)
-        along = every.predictors(line)
-        here = self.beta.gather(1, every.which) * every.valid
+        factor = torch.linalg.cholesky(coefficients.curvature[:, :size, :size] - cross.mT @ follow)
+        line = torch.cat([torch.diag_embed(is_entry.double()), -follow * is_entry[:, None, :]], 1)
+        along = coefficients.predictors(line)
+        here = self.beta.gather(1, coefficients.which) * coefficients.valid
         now = here[:, :size]
         beta = here - (line @ now[:, :, None])[:, :, 0]
         eta = self._eta - (along @ now[:, :, None]).view_as(self._eta)
         mode = torch.zeros_like(now)
         for _ in range(_NEWTON):
             slope = self._likelihood.slope(eta + (along @ mode[:, :, None]).view_as(eta)).flatten(1)
-            of_prior = every.precision * (beta + (line @ mode[:, :, None])[:, :, 0])
+            of_prior = coefficients.precision * (beta + (line @ mode[:, :, None])[:, :, 0])
             step = torch.cholesky_solve(along.mT @ slope[:, :, None] - line.mT @ of_prior[:, :, None], factor)
             length = self._likelihood.reach / (along @ step).abs().amax((1, 2), True)
             mode = mode + (step * length.clamp(max=1.0))[:, :, 0]
 
         noise = self._normal(_CANDIDATES, size) / self._normal(_CANDIDATES, _TAILS).square().mean(2, True).sqrt()
         noise[:, 0] = torch.where(was_open, (factor.mT @ (now - mode)[:, :, None])[:, :, 0], noise[:, 0])
-        noise = noise * own[:, None, :]
+        noise = noise * is_entry[:, None, :]
         drawn = mode[:, None] + torch.linalg.solve_triangular(factor.mT, noise.mT, upper=True).mT
         # Where the chain is comes first, then closed or the first candidate: which of the two it is not.
-        other = torch.where(was_open[:, :, None], 0.0, drawn[:, :1])
-        choices = torch.cat([other, drawn[:, 1:]], 1)
+        alternative = torch.where(was_open[:, :, None], 0.0, drawn[:, :1])
+        choices = torch.cat([alternative, drawn[:, 1:]], 1)
         is_open = torch.cat([was_open, ~was_open, torch.ones_like(was_open).expand(-1, _CANDIDATES - 1)], 1)
         betas = torch.cat([here[:, None], beta[:, None] + choices @ line.mT], 1)
         etas = eta[:, None] + (choices @ along.mT).unflatten(2, eta.shape[1:])
         value = torch.cat([self._value[:, None], self._likelihood.value(etas.movedim(1, 0)).T], 1)
-        count = own.sum(1, keepdim=True).double()
+        count = is_entry.sum(1, keepdim=True).double()
         slabs = count * (self.log_slab[:, None] + 0.5 * math.log(2 * math.pi))
         opened = self._prior.logits(self.z.double(), gate[:, None]) - slabs - math.log(_CANDIDATES)
         opened = opened - _log_proposal(noise, factor, count)[:, [0, *range(_CANDIDATES)]]
-        log_density = value - 0.5 * (every.precision[:, None] * betas.square()).sum(2)
+        log_density = value - 0.5 * (coefficients.precision[:, None] * betas.square()).sum(2)
         probs = (log_density + torch.where(is_open, opened, 0.0)).softmax(1)
         chosen = torch.multinomial(probs, 1, generator=self._generator)[:, 0]
         self.z = self.z.scatter(1, gate[:, None], is_open[self._chains, chosen, None])
-        self.beta = torch.zeros_like(self.beta).scatter_add(1, every.which, betas[self._chains, chosen])
+        self.beta = torch.zeros_like(self.beta).scatter_add(1, coefficients.which, betas[self._chains, chosen])
         moved = etas[self._chains, (chosen - 1).clamp(min=0)]
         self._eta = torch.where((chosen > 0)[:, None, None], moved, self._eta)
         self._value = value[self._chains, chosen]
         return (probs * is_open).sum(1)
 
     def _move_coefficients(self) -> None:
-        """By a Hamiltonian move whose masses are the mean curvature."""
-        every = self._coefficients(*open_positions(self._open(self.z)))
-        root = torch.linalg.cholesky(every.curvature)
+        """By a Hamiltonian move whose masses are the mean curvature.
+
+        With that curvature R R' (``root``), ``spread`` is R'^-1, and x = spread u has unit masses in u. Leapfrog steps
+        (Neal 2011, arXiv:1206.1901) begin with half a push of the speed, by step times spread' (slope by x); then x
+        moves by spread (step * speed), with a whole push between two moves and half of one at the end. The change of
+        log density - |speed|^2 / 2 accepts. The size of the steps is random for each chain.
+        """
+        coefficients = self._coefficients(*open_positions(self._open(self.z)))
+        root = torch.linalg.cholesky(coefficients.curvature)
         spread = torch.linalg.solve_triangular(root.mT, torch.eye(root.shape[1]).to(root).expand_as(root), upper=True)
         step = 0.2 + 0.6 * self._uniform()[:, None]
-        beta = self.beta.gather(1, every.which) * every.valid
-        speed = self._normal(beta.shape[1]) * every.valid
+        beta = self.beta.gather(1, coefficients.which) * coefficients.valid
+        speed = self._normal(beta.shape[1]) * coefficients.valid
         eta = self._eta
 
         def energy(value: Tensor) -> Tensor:
-            return value - 0.5 * (every.precision * beta.square() + speed.square()).sum(1)
+            return value - 0.5 * (coefficients.precision * beta.square() + speed.square()).sum(1)
 
         def push() -> Tensor:
             residual = self._likelihood.slope(eta)
-            slope = every.slopes(residual) - every.precision * beta
-            pushed: Tensor = step * (spread.mT @ (slope * every.valid)[:, :, None])[:, :, 0]
+            slope = coefficients.slopes(residual) - coefficients.precision * beta
+            pushed: Tensor = step * (spread.mT @ (slope * coefficients.valid)[:, :, None])[:, :, 0]
             return pushed
 
         before = energy(self._value)
         speed = speed + 0.5 * push()
         for leap in range(_LEAPS):
-            beta = beta + (spread @ (step * speed)[:, :, None])[:, :, 0] * every.valid
-            eta = every.predictors(beta[:, :, None]).view_as(eta)
+            beta = beta + (spread @ (step * speed)[:, :, None])[:, :, 0] * coefficients.valid
+            eta = coefficients.predictors(beta[:, :, None]).view_as(eta)
             speed = speed + (1.0 if leap < _LEAPS - 1 else 0.5) * push()
-        whole = torch.zeros_like(self.beta).scatter_add(1, every.which, beta)
+        whole = torch.zeros_like(self.beta).scatter_add(1, coefficients.which, beta)
         self._take(whole, eta, self.log_slab, lambda value: energy(value) - before)
 
     def _move_slab(self) -> None:
-        """By itself, and with all coefficients, against a funnel."""
-        prior, own = self._problem.prior, self._problem.switched(self.z).sum(1) - self._problem.always
-        count = own * len(self._outputs)
+        """By itself, and with all coefficients, against a funnel.
+
+        First given the coefficients x, whose m open ones have the density s^-m exp(-|x|^2 / 2 s^2). Then given x / s: x
+        is stretched with s, and the slabs' density stays as it is, so that likelihood and prior of s alone change. The
+        first moves well where y says much of x, the second where it says little (Yu and Meng 2011, interweaving).
+        """
+        prior, features = self._problem.prior, self._problem.switched(self.z).sum(1) - self._problem.always
+        count = features * len(self._outputs)
         square = self.beta[:, : self._slabs].square().sum(1)
         comb = self._comb()
         density = prior.log_slab(comb) - count[:, None] * comb - 0.5 * square[:, None] * (-2 * comb).exp()
@@ -497,7 +547,7 @@ class JumpingChains(ExactChains):
 
 
 def chains_of(problem: Problem) -> int:
-    """How many chains there are."""
+    """The number of chains, from 8 to 64: fewer, the more observations and outputs there are to hold."""
     n = len(problem.x)
     return max(_FEWEST_CHAINS, min(_CHAINS, max(16, _ENTRIES // n), BATCH // (n * problem.outputs**2)))
 
@@ -521,7 +571,11 @@ def continued(
 
 
 def _log_proposal(noise: Tensor, factor: Tensor, count: Tensor) -> Tensor:
-    """Log density of candidates by their white noise, shape ``(chains, _CANDIDATES)``."""
+    """Log density of candidates by their white noise t, shape ``(chains, _CANDIDATES)``.
+
+    The multivariate t density of k = count entries and d = ``_TAILS`` degrees of freedom, with F the factor:
+    Gamma((d + k) / 2) / Gamma(d / 2) (d pi)^(-k / 2) det F (1 + |t|^2 / d)^(-(d + k) / 2).
+    """
     half = 0.5 * (_TAILS + count)
     constant = half.lgamma() - math.lgamma(0.5 * _TAILS) - 0.5 * count * math.log(_TAILS * math.pi)
     log_det = factor.diagonal(dim1=1, dim2=2).log().sum(1, keepdim=True)

@@ -171,7 +171,7 @@ class GaussianEvidence(GridEvidence[Spectra]):
             yield Spectra.of(self._quadratic, rows, features)
 
     def _nodes(self, batch: Spectra) -> tuple[Tensor, Tensor]:
-        """Of the log ratio."""
+        """Nodes of the log ratio of slab and noise scale, and rough log evidences; see ``GridEvidence``."""
         prior = self.problem.prior
         (lowest, highest), (least, most) = prior.slab_range(), self._noise_range()
         return nodes_around_mode(
@@ -182,7 +182,7 @@ class GaussianEvidence(GridEvidence[Spectra]):
         )
 
     def _noise_range(self) -> tuple[float, float]:
-        """Of the log noise scale."""
+        """The least and the largest log noise scale that matter, over all gate vectors; equal if it is known."""
         known = self.problem.prior.noise_scale
         if known is not None:
             return math.log(known), math.log(known)

@@ -38,7 +38,7 @@ class AnyBatch(Protocol):
         """Their open features, shape ``(m, k)``."""
 
     def at(self, index: Tensor) -> Self:
-        """Some of them."""
+        """The gate vectors at indices of the batch."""
 
 
 BatchT = TypeVar("BatchT", bound=AnyBatch)
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     open: Tensor
 
     def at(self, index: Tensor) -> Batch:
-        """See :class:`AnyBatch`."""
+        """The gate vectors at indices of the batch, shape ``(m',)``."""
         return Batch(self.rows[index], self.open[index])
 
 
@@ -81,15 +81,15 @@ class GridEvidence(ABC, Generic[BatchT]):
         """log p(y, z) for gates of shape ``(S, G)``; rough where it is 20 nats below that of another gate vector."""
         z = self.problem.checked(z)
         log_gates = self.problem.prior.gates().log_prob(z)
-        found = torch.full_like(log_gates, -math.inf)
+        log_joint = torch.full_like(log_gates, -math.inf)
         for batch in self._batches(z):
             nodes, rough = self._nodes(batch)
-            found[batch.rows] = log_gates[batch.rows] + rough
-            likely = torch.nonzero(found[batch.rows] > found.max() - _LIGHT)[:, 0]
+            log_joint[batch.rows] = log_gates[batch.rows] + rough
+            likely = torch.nonzero(log_joint[batch.rows] > log_joint.max() - _LIGHT)[:, 0]
             if len(likely):
                 grid = self._grid(batch.at(likely), nodes[likely])
-                found[batch.rows[likely]] = log_gates[batch.rows[likely]] + grid.log_marginal()
-        return found
+                log_joint[batch.rows[likely]] = log_gates[batch.rows[likely]] + grid.log_marginal()
+        return log_joint
 
     @abstractmethod
     def _batches(self, z: Tensor) -> Iterator[BatchT]:
@@ -101,7 +101,7 @@ class GridEvidence(ABC, Generic[BatchT]):
 
     @abstractmethod
     def _grid(self, batch: BatchT, nodes: Tensor) -> Grid:
-        """The grids with these nodes."""
+        """The grids of a batch on its nodes, shape ``(m, R)``, with the joint density at every one."""
 
 
 def nodes_around_mode(log_density: Callable[[Tensor], Tensor], ends: Tensor, rounds: int = 1) -> tuple[Tensor, Tensor]:
@@ -117,12 +117,12 @@ def nodes_around_mode(log_density: Callable[[Tensor], Tensor], ends: Tensor, rou
         return ends[:, :1], log_density(ends[:, :1])[:, 0]
     for _ in range(rounds):
         nodes = spaced(ends, COARSE)
-        found = log_density(nodes)
-        matters = (found >= found.amax(1, keepdim=True) - NEGLIGIBLE).int()
+        log_densities = log_density(nodes)
+        matters = (log_densities >= log_densities.amax(1, keepdim=True) - NEGLIGIBLE).int()
         first, last = matters.argmax(1), COARSE - 1 - matters.flip(1).argmax(1)
         around = torch.stack([first - 1, last + 1], 1).clamp(0, COARSE - 1)
         ends = nodes.gather(1, around)
-    return spaced(ends, NODES), found.logsumexp(1) + _spacing(nodes).log()
+    return spaced(ends, NODES), log_densities.logsumexp(1) + _spacing(nodes).log()
 
 
 def spaced(ends: Tensor, number: int) -> Tensor:

@@ -98,8 +98,8 @@ class _Regression:
             s = nodes.view(len(log_slab), -1)
             explained, log_det = spectra.sums(log_slab.repeat_interleave(nodes.shape[1], 1) - s)
             residual = (self._square_y - explained).clamp(min=self._least)
-            found = -self._n * (s + 0.5 * math.log(2 * math.pi)) - 0.5 * (residual * (-2 * s).exp() + log_det)
-            return (found + self.problem.prior.log_noise(s)).view_as(nodes)
+            log_density = -self._n * (s + 0.5 * math.log(2 * math.pi)) - 0.5 * (residual * (-2 * s).exp() + log_det)
+            return (log_density + self.problem.prior.log_noise(s)).view_as(nodes)
 
         return log_joint, torch.cat([lowest, highest], 1).repeat_interleave(log_slab.shape[1], 0)
 
@@ -169,7 +169,7 @@ class JointEvidence:
         return torch.cat([self._drawn_noise(spectra, log_slab, generator), log_slab[:, None]], 1)
 
     def drawn_scales(self, z: Tensor, generator: torch.Generator) -> Tensor:
-        """A draw of the same given gates."""
+        """Logarithms of K noise scales and the slab scale, drawn given each gate vector, shape ``(S, K + 1)``."""
         distinct, vector = distinct_vectors(z)
         found = torch.empty(len(z), len(self._regressions) + 1, dtype=torch.float64)
         for part in torch.arange(len(distinct)).split(_AT_ONCE):

@@ -43,7 +43,11 @@ class Mode(NamedTuple):
     log_evidence: Tensor  # log of the integral of likelihood times prior, shape (s,)
 
     def means(self) -> Tensor:
-        """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2."""
+        """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2.
+
+        With T_ijk the third derivatives of the log posterior, the mean is sum_jkl H^-1_ij T_jkl H^-1_kl / 2 away from
+        the mode (Lindley 1980), and the sum over k and l is minus the slope of log det H.
+        """
         mode, root, _ = self.normals
         s, m, outputs = mode.shape
         covariance, eta = torch.cholesky_inverse(root), self.columns.mT @ mode
@@ -57,6 +61,13 @@ class Mode(NamedTuple):
 
         The determinant of its Hessian follows to first order: its slope is in the means. The other results are the log
         evidence and by how many deviations each mode moves, squared, shape ``(len(which),)``.
+
+        With m the old mode, H the curvature of likelihood and priors there and D the change of the priors' precisions,
+        the log posterior is, up to a constant, v - (x - m)'H (x - m) / 2 - x'D x / 2. Its curvature is H + D = R R'
+        (``root``); the mode moves by -(H + D)^-1 D m, which is ``reach`` = m'D (H + D)^-1 D m in its own deviations,
+        squared, and its value is v + (reach - m'D m) / 2. The log determinant of the likelihood's Hessian moves with
+        the mode by its slope, -2 H (mean - m) as in ``means``. Our own; at D = 0 it is Laplace's approximation as it
+        was.
         """
         modes, old, _ = self.normals
         outputs = modes.shape[2]
@@ -79,6 +90,10 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
 
     Of each gate vector there are its features, shape ``(s, m, n)``, the priors' precisions, ``(s, m)``, and
     coefficients to start from, ``(s, m, K)``. The points of the search hold linear predictors beside the coefficients.
+
+    At the mode x, with H = R R' minus the Hessian of likelihood and priors, the log evidence is the value there, plus
+    half the log determinant of the priors' precision, less log det R: the powers of 2 pi of prior and integral cancel
+    (Laplace's method, as in MacKay, Information Theory, Inference and Learning Algorithms, chapter 27).
     """
     by_output = precision[:, :, None]
 
@@ -172,9 +187,9 @@ class LaplaceEvidence(GridEvidence[Batch]):
             k = batch.open.shape[1]
             log_slab = self._nodes(batch)[0][:, ::2]  # means to a few parts in a thousand
             modes = self._modes_along(batch, log_slab.T)
-            found = [(mode.log_evidence, mode.means()[:, :k], mode.normals.variances()[:, :k]) for mode in modes]
+            by_mode = [(mode.log_evidence, mode.means()[:, :k], mode.normals.variances()[:, :k]) for mode in modes]
             log_evidence, mean, variance = (
-                torch.cat(x).unflatten(0, (-1, len(batch.rows))) for x in zip(*found, strict=True)
+                torch.cat(x).unflatten(0, (-1, len(batch.rows))) for x in zip(*by_mode, strict=True)
             )
             probs = (log_evidence + self.problem.prior.log_slab(log_slab).T).softmax(0) * weights[batch.rows]
             weight, at = probs[:, :, None, None], batch.open.flatten()
@@ -223,16 +238,16 @@ class LaplaceEvidence(GridEvidence[Batch]):
         problem = self.problem
         intercept = torch.zeros(len(which), problem.outputs, dtype=torch.float64)
         log_ratio, parts = torch.empty(len(which), dtype=torch.float64), []
-        for batch, found in fit.parts:
-            row, own = draws_of(batch.rows, which)
-            normals = Normals(found.mean[own], found.root[own])
+        for batch, normals_of_part in fit.parts:
+            row, vectors = draws_of(batch.rows, which)
+            normals = Normals(normals_of_part.mean[vectors], normals_of_part.root[vectors])
             noise = torch.randn(normals.mean.shape, generator=generator, dtype=torch.float64)
             drawn, log_density = normals.draw(noise), normals.half_log_det() - 0.5 * noise.square().sum((1, 2))
             k = batch.open.shape[1]
             precision = self._precision(fit.slab_scale[which[row]].log(), k)[:, :, None]
             log_prior = 0.5 * (precision.log() - precision * drawn.square()).sum((1, 2))
             log_ratio[row] = log_prior - log_density - fit.log_evidence[which[row]]
-            parts.append((Batch(row, batch.open[own]), drawn[:, :k]))
+            parts.append((Batch(row, batch.open[vectors]), drawn[:, :k]))
             if problem.intercept:
                 intercept[row] = drawn[:, k]
         slab_scale = fit.slab_scale[which]
@@ -272,7 +287,7 @@ class LaplaceEvidence(GridEvidence[Batch]):
         return batches_of(self.problem.switched(z), lambda k: _ENTRIES // self._entries(k))
 
     def _nodes(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of the log slab scale."""
+        """Nodes of the log slab scale, and rough log evidences; see ``GridEvidence``."""
         ends = torch.tensor(self.problem.prior.slab_range(), dtype=torch.float64).expand(len(batch.rows), 2)
         return nodes_around_mode(lambda log_slab: self._log_joint(batch, log_slab), ends)
 
@@ -303,8 +318,8 @@ class LaplaceEvidence(GridEvidence[Batch]):
             begin[:, k:] = start[1][:, None]
         for scales in log_slab.split(max(1, _SIDE_BY_SIDE // (m * self._entries(k)))):
             precision = self._precision(scales.expand(len(scales), m).flatten(), k)
-            each, x = (part.expand(len(scales), *part.shape).flatten(0, 1) for part in (columns, begin))
-            mode = find_mode(self._likelihood, each, precision, x)
+            all_columns, x = (part.expand(len(scales), *part.shape).flatten(0, 1) for part in (columns, begin))
+            mode = find_mode(self._likelihood, all_columns, precision, x)
             begin = mode.normals.mean[-m:]
             yield mode
 

@@ -203,7 +203,7 @@ def split(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::flip", is_homogeneous=True)
 def flip(maps: Maps, operation: Operation) -> None:
-    """Dimensions are read backwards."""
+    """Entries of flipped dimensions are linked in reverse, all others as they are."""
     x, output = operation.value("self"), operation.output
     flipped = [dim % x.rank for dim in operation.integers("dims")]
     maps.passes_rest(x, output, *flipped)
