@@ -37,7 +37,7 @@ from pyro_l0.plots import plot_circuit
 __all__ = ["Options", "main"]
 
 VOCABULARY, LENGTH, WIDTH, HEADS, SIZE = 32, 24, 64, 4, 16
-BATCH, GATED_BATCH, TEST, POINTS = 64, 32, 512, 8  # texts, and points on the way from all edges closed
+BATCH, GATED_BATCH, TEST, POINTS = 64, 24, 128, 8  # texts, and points on the way from all edges closed
 LEARNING_RATE, DECAY = 3e-3, (3.0, 0.3)  # weight decay in the first two thirds, and then
 METHODS = ("gates", "patching", "integrated")
 
@@ -48,13 +48,13 @@ class Options:
 
     Attributes:
         edges: how many edges are kept, all in one run of the gates; the circuit of the first is drawn.
-        steps: of the transformer's training; the gates take two thirds of them.
+        steps: of the transformer's training; the gates take half of them.
         seeds: each a transformer.
         out: folder for the picture.
     """
 
-    edges: tuple[int, ...] = (16, 8)
-    steps: int = 900
+    edges: tuple[int, ...] = (16,)
+    steps: int = 450
     seeds: tuple[int, ...] = (1,)
     out: Path = Path("runs/circuit")
 
@@ -178,7 +178,7 @@ def main(options: Options) -> dict[str, dict[int, list[tuple[float, str]]]]:
     """Print a table and draw the picture; returns KL in nats a token and known edges by method, edges and seed."""
     command.check(options)
     results = {method: {n: list[tuple[float, str]]() for n in options.edges} for method in METHODS}
-    gated = 2 * options.steps // 3
+    gated = options.steps // 2
     with command.folder(options.out):
         command.plan(len(options.seeds) * (options.steps + gated + -(-gated // 10)))
         for seed in options.seeds:
