@@ -9,8 +9,9 @@ edge costs more where it alone is closed. A closed edge passes the mean of its n
 The transformer is frozen. Gates on all 137 edges keep a number of them at the least KL from it to the circuit (as in
 Edge Pruning, Bhaskar et al., 2024, arXiv:2406.16778). The rivals keep the largest gradients: "patching" of the answer's
 logit (Syed et al., 2023, arXiv:2310.10348), "integrated" of the KL, summed on the way from all edges closed (after
-Hanna et al., 2024, arXiv:2403.17806). ``python examples/circuit_edges.py`` takes three
-minutes on one core; seed 1: 8/8 known edges, KL 0.043 with 16 edges.
+Hanna et al., 2024, arXiv:2403.17806). ``python examples/circuit_edges.py`` takes a minute
+on one core; seed 1: 8/8 known edges, KL 0.084 with 16 edges. ``--steps 900 --edges 16 8 --seeds 1 2 3`` takes about
+five.
 """
 
 from common import command

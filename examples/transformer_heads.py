@@ -7,7 +7,7 @@ arXiv:1905.09418) have them for translation; the row without λ is the network t
 
 ``python examples/transformer_heads.py`` takes a minute on one core. With seed 1, λ = 1 closes 19 of 24 heads: 93.6 % of
 the 360 test images are right after training on, against 94.4 % without gates. ``--epochs 30 --lams 0.1 0.3 0.6 1``
-takes four minutes.
+takes about three.
 """
 
 from __future__ import annotations
