@@ -12,7 +12,8 @@ weight that grows. Some copies start at once, and the one of the lowest loss cou
 turned round. Variances grow along the edges of such data, which gives the order away, so two baselines without any
 search stand beside: nodes in the order of their variances, or of the R2 of a regression on all others, each regressed
 on those before it (sortnregress, Reisach et al. 2021, arXiv:2102.13647; 2023, arXiv:2303.18211). ``--standardise``
-takes the variances away. Writes a picture of each kind and size to ``--out``.
+takes the variances away; ``tests/bench/rivals/bench_causal.py`` has NOTEARS and DAGMA on the same data. Writes a
+picture of each kind and size to ``--out``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ objective: a head, a hidden unit and a whole branch pay for each of the weights 
 what is left, compacted, is trained on. The table has the heads that closed against the accuracy, as Voita et al. (2019,
 arXiv:1905.09418) have them for translation; the row without λ is the network trained without gates for as long.
 
-``python examples/transformer_heads.py`` takes two to three minutes on one core. With seed 1, λ = 1 closes 20 of 24
-heads: 94.2 % of the 360 test images are right as pruned and 95.8 % after training on, against 95.3 % without gates.
+``python examples/transformer_heads.py`` takes a minute on one core. With seed 1, λ = 1 closes 19 of 24 heads: 93.6 % of
+the 360 test images are right after training on, against 94.4 % without gates. ``--epochs 30 --lams 0.1 0.3 0.6 1``
+takes about three.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Options:
         seed: seed of everything random.
     """
 
-    lams: tuple[float, ...] = (0.1, 0.3, 0.6, 1.0)
-    epochs: int = 30
+    lams: tuple[float, ...] = (0.3, 1.0)
+    epochs: int = 10
     batch_size: int = 100
     seed: int = 1
 
@@ -76,6 +77,7 @@ class Row(NamedTuple):
 def main(options: Options) -> list[Row]:
     """Print the table; returns its rows, the first without λ."""
     command.check(options)
+    command.plan((3 + 2 * len(options.lams)) * options.epochs, "epoch")
     images = load_digits()
     torch.manual_seed(options.seed)
     heads = {f"attention.{k}.inner.output": HEADS for k in range(BLOCKS)}
@@ -184,6 +186,7 @@ def _batches(images: Images, options: Options) -> Iterator[tuple[Tensor, Tensor]
     for _ in range(options.epochs):
         for chosen in torch.randperm(len(images.train_x)).split(options.batch_size):
             yield images.train_x[chosen], images.train_y[chosen]
+        command.advance()
 
 
 class Attention(nn.Module):

@@ -109,8 +109,8 @@ def prune(
         FloatingPointError: the training diverged; the checkpoint of the epoch before stays.
 
     Warns:
-        UserWarning: what may have gone better, as in the report's notes, except on a large unit or on sites at their
-            minimum.
+        UserWarning: a note of the report on what to change; notes on a large unit or on sites at their minimum only
+            stand there.
 
     Example:
         >>> from torch.utils.data import DataLoader, TensorDataset

@@ -46,8 +46,8 @@ class SpikeSlabRegressor(SpikeSlabRegression):
         rate: prior inclusion probability of every feature, or of every group: a number above 0 and up to 1, an array of
             shape ``(p,)``, or a dict or series by names, or by positions where no column has a number for a name. If
             neither this nor ``expected_size`` is given, it is learned, under a Beta(1, sqrt(p)) prior. Features of rate
-            1 are always in; a dict of no other rates leaves the rate of the rest to be learned, or to
-            ``expected_size``. Otherwise it has them all.
+            1 are always in. A dict with rates of 1 alone leaves one rate of all other features to be learned, or to
+            ``expected_size``; any other dict names all features.
         expected_size: expected number of features, or groups, with an effect; the rate is then
             ``expected_size / n_features``. Those that are always in do not count.
         always_in_scale: standard deviation of the effects of features that are always in, of standardised ones if these

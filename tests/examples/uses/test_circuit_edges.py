@@ -14,7 +14,7 @@ def test_small_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(circuit_edges, "POINTS", 1)
     monkeypatch.setattr(circuit_edges, "GATED_BATCH", 2)
     monkeypatch.setattr(circuit_edges, "BATCH", 2)
-    results = circuit_edges.main(Options(edges=(16,), steps=15, seeds=(1, 2), out=tmp_path))
+    results = circuit_edges.main(Options(edges=(16,), steps=20, seeds=(1, 2), out=tmp_path))
     assert {method: list(by_edges) for method, by_edges in results.items()} == {
         method: [16] for method in ("gates", "patching", "integrated")
     }
