@@ -32,7 +32,8 @@ def graph(edges: Sequence[tuple[str, str]], scores: Tensor, gates: Tensor, width
     layers, heads = (1 + max(int(x) for name in found for x in re.findall(rf"{c}(\d+)", name)) for c in "mh")
     nodes = ["input", *(f"a{k}.h{h}" for k in range(layers) for h in range(heads))]
     nodes += [f"m{k}" for k in range(layers)]
-    in_circuit = {name.partition("->")[0] for name, edge in found.items() if edge["in_graph"]}
+    opened = [re.split("->|<", name) for name, edge in found.items() if edge["in_graph"]]
+    in_circuit = {writer for writer, *_ in opened} & {"input", *(reader for _, reader, *_ in opened)}
     sizes = {"n_layers": layers, "n_heads": heads, "d_model": width}
     return {
         "cfg": sizes | {"parallel_attn_mlp": "a0.h0->m0" not in found},
