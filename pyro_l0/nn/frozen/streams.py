@@ -216,7 +216,8 @@ class Streams:
         maker = self.makers.get(value)
         if maker is None or maker in self._products:
             return [] if maker is None else [maker]
-        return [self.makers[x] for x in self._near[maker] - self._members if self.makers.get(x) in self._products]
+        ends = [x for x in self._near[maker] - self._members if self._ends(x)]
+        return list({product for x in ends for product in self._last_products(x)})
 
     def _between(self, start: Value, operation: Operation) -> tuple[Operation, ...]:
         """The operations by which another one depends on a value, without products, and that one."""
