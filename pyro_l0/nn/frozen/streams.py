@@ -311,7 +311,7 @@ class Streams:
         if dense is None or self._last_products(dense.x) != [self.makers[output]]:
             return None
         noise, of_head = _noise(output), self._by_head(output)
-        others = torch.stack([noise, *(noise.where(of_head != h, 0.0) for h in range(self._heads_of(output)))])
+        others = torch.stack([noise, *(noise.where(of_head != h, 0.0) for h in of_head.unique())])
         whole, *without = _run(self._from(output, dense.x), output, others, dense.x, _recorded)
         changed = torch.stack([(x != whole).flatten(0, -2).any(0) for x in without])
         if not bool((changed.sum(0) == 1).all()):
@@ -323,16 +323,12 @@ class Streams:
         total = write.contributions(_recorded(dense.x), _recorded).sum(0) + constant
         return write if is_close(total, _recorded(value)) else None
 
-    def _heads_of(self, value: Value) -> int:
-        """The heads of a tensor of shape ``(batch, heads, tokens, n)`` or ``(batch * heads, tokens, n)``."""
-        front = value.shape[:-2]
-        return math.prod(front) // (front[0] if len(front) > 1 else self.recording.calls[0].inputs[0].shape[0]) or 1
-
     def _by_head(self, value: Value) -> Tensor:
-        """The head of each entry of such a tensor."""
+        """The head of each entry, of shape ``(batch, heads, tokens, n)`` or ``(batch * heads, tokens, n)``."""
         front = value.shape[:-2]
-        heads = torch.arange(math.prod(front), device=value.tensor.device) % self._heads_of(value)
-        return heads.reshape(*front, 1, 1)
+        batch = front[0] if len(front) > 1 else self.recording.calls[0].inputs[0].shape[0]
+        heads = math.prod(front) // batch or 1
+        return (torch.arange(math.prod(front), device=value.tensor.device) % heads).reshape(*front, 1, 1)
 
     def _dense(self, operation: Operation) -> Dense | None:
         """A product with a matrix, if an operation makes of other inputs what one would."""
@@ -388,9 +384,10 @@ class Streams:
         found = dict[tuple[int, ...], list[tuple[str, int, str]]]()
         for k, attention in enumerate(self._attentions) if self._weights.get(operation) else ():
             for letter, slot in zip("qkv", attention.read, strict=True):
-                shared = self._heads_of(attention.read[0]) // self._heads_of(slot)
+                queries, heads = (len(self._by_head(x).unique()) for x in (attention.read[0], slot))
                 for h, entries in enumerate(self._entries(operation, slot)):
-                    uses = [(f"a{k}", head, letter) for head in range(h * shared, (h + 1) * shared)]
+                    shared = range(h * queries // heads, (h + 1) * queries // heads)
+                    uses = [(f"a{k}", head, letter) for head in shared]
                     found.setdefault(entries, []).extend(uses)
         every = [x for entries in found for x in entries]
         if len(every) > len(set(every)):
@@ -415,7 +412,7 @@ class Streams:
         with torch.enable_grad():
             x = _noise(y).requires_grad_()
             made = _run(self._from(y, slot), y, x[None], slot, _recorded)[0]
-            each = [_noise(slot) * (self._by_head(slot) == h) for h in range(self._heads_of(slot))]
+            each = [_noise(slot) * (self._by_head(slot) == h) for h in self._by_head(slot).unique()]
             slopes = [torch.autograd.grad(made, x, one, retain_graph=True)[0] for one in each]
         return [tuple(slope.flatten(0, -2).any(0).nonzero()[:, 0].tolist()) for slope in slopes]
 
