@@ -225,8 +225,8 @@ class NetworkEdges(nn.Module):
                 gates; by default P(z != 0).
 
         Raises:
-            ValueError: there are readers or writers other than heads and feed-forward blocks, as in BERT, or another
-                number of scores.
+            ValueError: there are other readers or writers than heads and a feed-forward block in each layer, as in
+                BERT, or another number of scores.
 
         References:
             Mueller et al. (2025), arXiv:2504.13151; the format is that of Hanna et al. (2024), arXiv:2403.17806.
