@@ -280,7 +280,7 @@ class _Plan:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs, and the sources of all writers less the corrupted ones."""
         values, sources, asked = dict[Value, Tensor](), dict[Value, Tensor](), list[object]()
-        references = dict(zip(self._sources, corrupted or [0.0] * len(self._sources), strict=True))
+        references = dict(zip(self._sources, corrupted or [torch.zeros(())] * len(self._sources), strict=True))
 
         def tensor(value: Value) -> Tensor:
             return values.get(value, value.tensor)
@@ -344,4 +344,5 @@ def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, others: 
     x = x.reshape(len(x), *[1] * (rank - x.dim()), *x.shape[1:])
     if factors.dim() == 2:
         return torch.tensordot(factors, x, 1)
-    return torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:]))
+    x = torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:]))
+    return x
