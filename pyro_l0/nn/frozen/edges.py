@@ -343,6 +343,7 @@ def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, others: 
     x = write.contributions(source, others.__getitem__)
     x = x.reshape(len(x), *[1] * (rank - x.dim()), *x.shape[1:])
     if factors.dim() == 2:
-        return torch.tensordot(factors, x, 1)
-    x = torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:]))
+        x = torch.tensordot(factors, x, 1)
+    else:
+        x = torch.einsum("brk,kb...->rb...", factors, x.expand(-1, len(factors), *x.shape[2:]))
     return x
