@@ -11,7 +11,7 @@ end, after as many steps. Every adapter is saved, loaded by ``PeftModel.from_pre
 ``pip install peft transformers`` first. ``python examples/lora_rank.py`` takes two to three minutes on one core and
 writes ``lora_rank.png`` to ``--out``. With ``--seeds 0 1 2`` expect a test loss of 0.374 ± 0.063 by gates, 0.367 ±
 0.033 by AdaLoRA and 0.424 ± 0.016 by equal ranks on rotated images, and 0.181 ± 0.014, 0.163 ± 0.010 and 0.278 ± 0.010
-on renamed classes.
+on renamed classes. With ``--seeds 0 1`` SVD after 60 % of the steps has 0.522 ± 0.027 and 0.297 ± 0.025.
 """
 
 from __future__ import annotations
