@@ -24,7 +24,7 @@ def test_quick_run(tmp_path, capsys, libraries):
         assert result.merging < 1e-3  # of outputs near ten, in float32
         assert 0 < result.error <= 100
     assert (tmp_path / "lora_rank.png").stat().st_size > 1000
-    assert len(capsys.readouterr().out.splitlines()) == 10
+    assert len(capsys.readouterr().out.splitlines()) == 14
 
 
 def test_missing_libraries_are_named(tmp_path, monkeypatch):

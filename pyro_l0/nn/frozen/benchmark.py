@@ -21,7 +21,7 @@ def graph(edges: Sequence[tuple[str, str]], scores: Tensor, gates: Tensor, width
         width: of the residual stream.
 
     Raises:
-        ValueError: there are readers or writers other than heads and feed-forward blocks.
+        ValueError: there are other readers or writers than heads and a feed-forward block in each layer.
     """
     found = dict[str, dict[str, Any]]()
     for (writer, reader), score, gate in zip(edges, scores.tolist(), gates.tolist(), strict=True):
@@ -29,13 +29,23 @@ def graph(edges: Sequence[tuple[str, str]], scores: Tensor, gates: Tensor, width
             edge = found.setdefault(name, {"score": 0.0, "in_graph": False})
             edge["score"] += score
             edge["in_graph"] |= gate != 0
-    layers, heads = (1 + max(int(x) for name in found for x in re.findall(rf"{c}(\d+)", name)) for c in "mh")
+    numbers = [[int(x) for name in found for x in re.findall(of, name)] for of in (r"[am](\d+)", r"h(\d+)")]
+    layers, heads = (1 + max(x, default=-1) for x in numbers)
+    is_parallel = "a0.h0->m0" not in found
+    written = [1 + k * (heads + 1) for k in range(layers + 1)]  # nodes in front of each layer, and of the logits
+    known = sum((3 * heads + 1) * n + (0 if is_parallel else heads) for n in written[:-1]) + written[-1]
+    if len(found) != known:
+        raise ValueError(
+            f"Expected layers of heads and a feed-forward block each, {known} edges, but got {len(found)}; use "
+            "to_frame() instead."
+        )
     nodes = ["input", *(f"a{k}.h{h}" for k in range(layers) for h in range(heads))]
     nodes += [f"m{k}" for k in range(layers)]
-    in_circuit = {name.partition("->")[0] for name, edge in found.items() if edge["in_graph"]}
+    opened = [re.split("->|<", name) for name, edge in found.items() if edge["in_graph"]]
+    in_circuit = {writer for writer, *_ in opened} & {"input", *(reader for _, reader, *_ in opened)}
     sizes = {"n_layers": layers, "n_heads": heads, "d_model": width}
     return {
-        "cfg": sizes | {"parallel_attn_mlp": "a0.h0->m0" not in found},
+        "cfg": sizes | {"parallel_attn_mlp": is_parallel},
         "nodes": {x: {"in_graph": x in in_circuit} for x in nodes} | {"logits": {"in_graph": True}},
         "edges": found,
     }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from pyro_l0.nn.calls import record_example, refuse_wrapped
-from pyro_l0.nn.engine.record import Example, Operation, Value, calls_of, example_of
+from pyro_l0.nn.engine.record import Example, Value, calls_of, example_of
 from pyro_l0.nn.frozen.benchmark import graph
 from pyro_l0.nn.frozen.streams import Reading, Streams, Tensors, Write, is_close, repeat
 from pyro_l0.nn.gate import check_given, gate_names
@@ -163,23 +162,15 @@ class NetworkEdges(nn.Module):
 
     @torch.no_grad()
     def corrupt(self, *args: object, **kwargs: object) -> None:
-        """Let closed edges pass what writers contribute at another input, until the next call of this method.
-
-        Args:
-            args: what the network takes, in the shapes of later calls.
-            kwargs: its keywords.
-        """
+        """Let closed edges pass what writers contribute at another input, of the shapes of later calls."""
         _, self._corrupted = self._run(torch.ones(len(self.edges)), args, kwargs, None)
         self._shapes = _shapes(args, kwargs)
 
     def corrupt_to_mean(self, *args: object, **kwargs: object) -> None:
         """Let closed edges pass the mean of what writers contribute at an input, over all dimensions but the last.
 
-        For texts that is the mean over examples and positions; so an edge from embedded positions matters too.
-
-        Args:
-            args: what the network takes; later calls may have other shapes.
-            kwargs: its keywords.
+        For texts that is the mean over examples and positions; so an edge from embedded positions matters too. Later
+        calls may have other shapes.
         """
         self.corrupt(*args, **kwargs)
         self._corrupted = [x.flatten(0, -2).mean(0) for x in self._corrupted or ()]
@@ -225,15 +216,17 @@ class NetworkEdges(nn.Module):
         """Write scores of edges as the evaluation of the Mechanistic Interpretability Benchmark reads them, in JSON.
 
         What writes before the first layer is its one ``input``, with the sum of scores. An edge to keys or values that
-        heads share is there for each of these heads. Edges whose test gate is not 0 are marked as in the circuit.
+        heads share is there for each of these heads. Edges whose test gate is not 0 are marked as in the circuit, and
+        nodes that both read and write by such edges. ``Graph.from_json`` of EAP-IG at commit 795f5607 has read it.
 
         Args:
             path: the file, ending in ``.json``.
-            scores: shape ``(edges,)``, such as gradients of a loss by the gates; by default P(z != 0).
+            scores: shape ``(edges,)``, higher for edges that are needed, such as minus the gradients of a loss by the
+                gates; by default P(z != 0).
 
         Raises:
-            ValueError: there are readers or writers other than heads and feed-forward blocks, as in BERT, or another
-                number of scores.
+            ValueError: there are other readers or writers than heads and a feed-forward block in each layer, as in
+                BERT, or another number of scores.
 
         References:
             Mueller et al. (2025), arXiv:2504.13151; the format is that of Hanna et al. (2024), arXiv:2403.17806.
@@ -266,9 +259,8 @@ class _Plan:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._call = streams.recording.calls[0]
-        self._writes = list(streams.writes.values())
+        self._sources = [write.source for write in streams.writes.values()]
         self._asked: list[object] | None = None  # what the network's code asked for
-        self._last = self._last_uses()
         given = [x.tensor.detach() for x in self._call.inputs]
         with torch.no_grad(), torch.random.fork_rng({x.device for x in given if x.is_cuda}):
             torch.manual_seed(torch.initial_seed() + 1)  # other random numbers than those of the recorded call
@@ -283,55 +275,32 @@ class _Plan:
         for value in streams.makers:  # of what was recorded only sizes and strides stay
             value.tensor = torch.empty_strided(value.shape, value.tensor.stride(), dtype=value.dtype, device="meta")
 
-    def _last_uses(self) -> dict[Operation, list[Value]]:
-        """By operation, the values that no later one needs, but for what the gates multiply."""
-        last = dict[Value, Operation]()
-        for operation in self.streams.operations:
-            reading = self.streams.readings.get(operation)
-            inputs = list(operation.inputs if reading is None else reading.inputs)
-            inputs += [
-                x for write in self._writes if write.value in operation.made for x in (write.source, *write.others)
-            ]
-            last |= dict.fromkeys(inputs, operation)
-        ends = [self.streams.readings.get(x) for x in self._call.outputs]
-        kept = {*self._call.outputs, *(x for reading in ends if reading is not None for x in reading.inputs)}
-        found = defaultdict[Operation, list[Value]](list)
-        for value, operation in last.items():
-            if value in self.streams.makers and value not in kept:
-                found[operation].append(value)
-        return found
-
     def run(
         self, given: Sequence[Tensor], z: Tensor, corrupted: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The network's outputs at given inputs and gates of edges, and the sources of all writers."""
-        values = dict(zip(self._call.inputs, given, strict=True))
-        sources, asked = dict[Write, Tensor](), list[object]()  # sources less the corrupted ones
+        """Outputs, and the sources of all writers less the corrupted ones."""
+        values, sources, asked = dict[Value, Tensor](), dict[Value, Tensor](), list[object]()
+        references = dict(zip(self._sources, corrupted or [torch.zeros(())] * len(self._sources), strict=True))
 
         def tensor(value: Value) -> Tensor:
-            is_made = value in self.streams.makers or value.is_input
-            return values[value] if is_made else value.tensor
+            return values.get(value, value.tensor)
 
-        def add(write: Write) -> None:
-            x = tensor(write.source)
-            sources[write] = x if corrupted is None else x - corrupted[self._writes.index(write)]
+        def keep(made: Iterable[tuple[Value | None, Any]]) -> None:
+            for value, x in made:
+                if value is not None:
+                    values[value] = x
+                if value in references:  # a copy, as what is read may be changed in place behind it
+                    sources[value] = x - references[value]
 
-        for write in self._writes:
-            if write.value not in self.streams.makers:
-                add(write)
-        by_value = {write.value: write for write in self._writes}
-        for operation in self.streams.operations:
-            reading = self.streams.readings.get(operation)
+        keep((x, x.tensor) for x in self._sources if x not in self.streams.makers)
+        keep(zip(self._call.inputs, given, strict=True))
+        for step in self.streams.steps:
+            operation, reading = step.operation, step.reading
             made = repeat(operation, tensor) if reading is None else self._read(reading, tensor, sources, z)
             if not operation.made:
                 asked += made
-            for value, x in zip(operation.outputs, made, strict=True):
-                if value is not None:
-                    assert isinstance(x, Tensor)
-                    values[value] = x
-                    if value in by_value:
-                        add(by_value[value])
-            for value in self._last[operation]:
+            keep(zip(operation.outputs, made, strict=True))
+            for value in step.last:
                 del values[value]
         self._asked = asked if self._asked is None else self._asked
         if asked != self._asked:
@@ -339,12 +308,12 @@ class _Plan:
         readings = [self.streams.readings.get(x) for x in self._call.outputs]
         ends = zip(self._call.outputs, readings, strict=True)
         outputs: Any = [tensor(x) if r is None else self._read(r, tensor, sources, z)[0] for x, r in ends]
-        return outputs, [sources[write] for write in self._writes]
+        return outputs, [sources[value] for value in self._sources]
 
-    def _read(self, reading: Reading, tensor: Tensors, sources: Mapping[Write, Tensor], z: Tensor) -> Sequence[object]:
+    def _read(self, reading: Reading, tensor: Tensors, sources: Mapping[Value, Tensor], z: Tensor) -> Sequence[object]:
         """What the operation of a reading makes of the sums that its readers see."""
         own = {x: tensor(x) for x in reading.inputs}
-        given = [*own.values(), *(sources[x] for x in reading.writes)] if torch.is_grad_enabled() else []
+        given = [*own.values(), *(sources[x.source] for x in reading.writes)] if torch.is_grad_enabled() else []
         versions = [x._version for x in given]
 
         def compute() -> Sequence[object]:
@@ -354,7 +323,7 @@ class _Plan:
             factors = (z[..., reading.edges] - 1).to(sums)
             for write in reading.writes:
                 end = start + len(write.writers)
-                weigh = partial(_weighted, write, reading.stream.rank, factors[..., start:end], sources[write], own)
+                weigh = partial(_weighted, write, sums.dim(), factors[..., start:end], sources[write.source], own)
                 sums, start = sums + _again(weigh), end
             return reading.results(sums, own.__getitem__)
 
@@ -367,17 +336,12 @@ def _again(compute: Callable[[], _Made]) -> _Made:
 
 
 def _weighted(write: Write, rank: int, factors: Tensor, source: Tensor, others: Mapping[Value, Tensor]) -> Tensor:
-    """What writers add, each with a factor, summed for each reader; shape ``(readers, *shape)``.
+    """What writers add, each with a factor, summed for each reader; shape ``(readers, *shape)``, of this rank.
 
-    Args:
-        write: the writers.
-        rank: of the sums, the examples in front, to which tensors of fewer dimensions are broadcast.
-        factors: shape ``(readers, writers)``, or with the examples in front.
-        source: what contributions are computed from.
-        others: likewise, among them ``write.others``.
+    Factors have the shape ``(readers, writers)``, or with the examples in front.
     """
     x = write.contributions(source, others.__getitem__)
-    x = x.reshape(len(x), *[1] * (rank + 1 - x.dim()), *x.shape[1:])
+    x = x.reshape(len(x), *[1] * (rank - x.dim()), *x.shape[1:])
     if factors.dim() == 2:
         x = torch.tensordot(factors, x, 1)
     else:

@@ -1,5 +1,8 @@
 """Gates on edges: open ones change nothing, and a closed one is path patching by hand, in each architecture."""
 
+import json
+from itertools import product
+
 import pytest
 import torch
 
@@ -59,3 +62,29 @@ def test_calls_with_padding():
     for given in ({"attention_mask": mask}, {"attention_mask": padded}, {"attention_mask": mask}, {}):
         logits = edges.at(torch.ones(len(edges.edges)), input_ids=ids, **given)
         torch.testing.assert_close(logits, network(input_ids=ids, **given)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "number"), [("gpt2", 110), ("neox", 102), ("llama", 110)])
+def test_benchmarks_reader_knows_all_edges(name, number, tmp_path):
+    """What Graph.from_json of EAP-IG takes at commit 795f5607, by which a GPT-2 of 12 layers has 32,491 edges."""
+    edges = gate_edges(small(transformers, name), {"input_ids": texts(0, 2, 5)})
+    is_closed = torch.rand(len(edges.edges), generator=torch.Generator().manual_seed(0)) < 0.7
+    with torch.no_grad():
+        edges.gate.location[is_closed] = -20.0
+    edges.save_scores(tmp_path / "scores.json")
+    content = json.loads((tmp_path / "scores.json").read_text())
+    assert set(content) == {"cfg", "nodes", "edges"}
+    is_parallel = name == "neox"
+    assert content["cfg"] == {"n_layers": 2, "n_heads": 4, "d_model": 16, "parallel_attn_mlp": is_parallel}
+    blocks = {f"m{k}": 2 * k + (not is_parallel) for k in range(2)}  # by node, when it reads or writes
+    written = {"input": -1} | {f"a{k}.h{h}": 2 * k for k, h in product(range(2), range(4))} | blocks
+    read = {f"a{k}.h{h}<{x}>": 2 * k for k, h, x in product(range(2), range(4), "qkv")} | blocks | {"logits": 4}
+    known = {f"{x}->{y}" for (x, early), (y, late) in product(written.items(), read.items()) if early < late}
+    assert content["edges"].keys() == known
+    assert len(known) == number
+    assert all(edge.keys() == {"score", "in_graph"} and edge["score"] >= 0 for edge in content["edges"].values())
+    assert content["nodes"].keys() == {*written, "logits"}
+    pairs = [key.split("->") for key, edge in content["edges"].items() if edge["in_graph"]]
+    assert 0 < len(pairs) < number / 2
+    both = {x for x, _ in pairs} & {"input", *(y.split("<")[0] for _, y in pairs)}
+    assert {x for x, node in content["nodes"].items() if node["in_graph"]} == both | {"logits"}

@@ -197,6 +197,14 @@ def test_benchmarks_file(network, ids, tmp_path):
     with pytest.raises(ValueError, match="Expected 46 scores, but got a tensor of shape"):
         edges.save_scores(tmp_path / "scores.json", torch.ones(3))
 
+    class Uneven(Network):
+        def forward(self, ids):
+            x = self.blocks[0](self.embedding(ids))
+            return self.out(x + self.blocks[1].attention(x, x, x, need_weights=False)[0])
+
+    with pytest.raises(ValueError, match="a feed-forward block each, 46 edges, but got 39"):
+        gate_edges(Uneven(), ids).save_scores(tmp_path / "scores.json")
+
 
 def test_branches_on_its_input(ids):
     """Code that chooses by a number of the input is recorded anew where it chooses otherwise."""
