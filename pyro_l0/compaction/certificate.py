@@ -70,7 +70,7 @@ class Certificate(float):
 
     @property
     def largest(self) -> float:
-        """The largest of all its differences, relative, as a plain number: 0 is equal, NaN and infinity are not."""
+        """The largest relative difference, a plain number; 0 where all is equal, NaN or infinity where values are not finite."""
         return float(self)
 
 

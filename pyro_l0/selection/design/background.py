@@ -53,7 +53,8 @@ class Background:
 
     def _root(self, ratio: float) -> torch.Tensor:
         """L of K = L L' given r."""
-        return torch.linalg.cholesky(torch.eye(len(self._y), dtype=self._y.dtype) + ratio * self._products)
+        root: torch.Tensor = torch.linalg.cholesky(torch.eye(len(self._y)).to(self._y) + ratio * self._products)
+        return root
 
     def mean(self, ratio: Array, coefficients: Array) -> Array:
         """Of the small effects at ratios ``(N,)`` given means of the others, both of shape ``(N, p)``."""
