@@ -70,7 +70,7 @@ class Certificate(float):
 
     @property
     def largest(self) -> float:
-        """The largest relative difference, a plain number; 0 where all is equal, NaN or infinity where values are not finite."""
+        """The largest relative difference as a plain number, 0 where all is equal; NaN and infinity are not."""
         return float(self)
 
 
