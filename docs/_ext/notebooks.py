@@ -8,6 +8,7 @@ last picture of each tutorial on its card in their list, and says which pages ha
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +21,7 @@ from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parents[1]
 _FOLDER = "tutorials/"
+_BESIDE = re.compile(r"\]\((\w+\.md)")  # a link to a page in the same folder
 _HEAD = "---\n{file_format: mystnb, kernelspec: {name: python3}}\n---\n"
 
 
@@ -47,7 +49,7 @@ def link(page: Path) -> str:
 def as_notebook(page: Path) -> nbformat.NotebookNode:
     """The notebook of a page: its cells in their order, without outputs and without the link to itself."""
     text = page.read_text(encoding="utf-8").replace(f"{link(page)}\n\n", "", 1)
-    notebook = read_myst_markdown_notebook(text)
+    notebook = read_myst_markdown_notebook(_BESIDE.sub(rf"](../{_FOLDER}\1", text))
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}

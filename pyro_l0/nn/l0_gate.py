@@ -594,6 +594,10 @@ class NetworkGates:
             gate.train(mode)
         return self
 
+    def eval(self) -> Self:
+        """Put the gates alone in evaluation mode, where they are as :meth:`test_gates` says."""
+        return self.train(False)
+
     def posterior(self) -> dict[str, GateDistribution]:
         """The gates' distributions by site, differentiable in their parameters."""
         return {site: gate.distribution for site, gate in self.sites.items()}

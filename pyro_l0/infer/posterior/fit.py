@@ -215,7 +215,7 @@ def _train(
         schedule.step()
         losses.append(loss.detach())
         if progress is not None and k % max(1, steps // 10) == 0:
-            print(f"{progress}step {k} of {steps}: loss {float(loss):.2f} nats", file=sys.stderr, flush=True)
+            print(f"{progress}step {k} of {steps}: loss {float(loss.detach()):.2f} nats", file=sys.stderr, flush=True)
         if k % _CHECK == 0 and k > _TEMPERED * steps and 0.5 * float(ratios(_DRAWS_TO_CHECK).var()) < _SMALL:
             break
     return torch.stack(losses)

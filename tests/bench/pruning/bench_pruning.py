@@ -6,10 +6,9 @@ dense layer on MNIST; ``resnet``, a residual network of three blocks on 5,000 of
 Each is trained for 1,200 to 3,000 steps and then pruned in 1,000 steps, for every budget and seed. A row of the table
 is a network and a budget: mean and standard deviation of the test error.
 
-The data are MNIST's four files, in ``--mnist`` or the folder that MNIST_DIR names, and CIFAR-10's batches, in
-``--cifar`` or CIFAR_DIR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes for the
-other two; what is in OUT is not run again. ``--table`` prints what is there and runs nothing.
-"""
+The data are MNIST's four files, in ``--mnist`` or the folder that PYRO_L0_MNIST names, and CIFAR-10's batches, in
+``--cifar`` or PYRO_L0_CIFAR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes
+for the other two; what is in OUT is not run again. ``--table`` prints what is there and runs nothing."""
 
 from __future__ import annotations
 
@@ -212,8 +211,8 @@ def main() -> None:
     parser.add_argument("--network", choices=list(MAKE), nargs="+", default=list(MAKE))
     parser.add_argument("--budget", type=float, nargs="+", default=BUDGETS)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
-    parser.add_argument("--mnist", type=Path, default=os.environ.get("MNIST_DIR"))
-    parser.add_argument("--cifar", type=Path, default=os.environ.get("CIFAR_DIR"))
+    parser.add_argument("--mnist", type=Path, default=os.environ.get("PYRO_L0_MNIST"))
+    parser.add_argument("--cifar", type=Path, default=os.environ.get("PYRO_L0_CIFAR"))
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
