@@ -8,7 +8,8 @@ is a network and a budget: mean and standard deviation of the test error.
 
 The data are MNIST's four files, in ``--mnist`` or the folder that PYRO_L0_MNIST names, and CIFAR-10's batches, in
 ``--cifar`` or PYRO_L0_CIFAR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes
-for the other two; what is in OUT is not run again. ``--table`` prints what is there and runs nothing."""
+for the other two; what is in OUT is not run again. ``--table`` prints what is there and runs nothing.
+"""
 
 from __future__ import annotations
 
