@@ -392,6 +392,6 @@ def _problems(rows: list[_Row], is_joint: bool, weights: str, by_weights: bool) 
     if of_weights:
         said.append(f"Unchecked are {len(of_weights)} entries, as {of_weights[0]}, by {weights}.")
     if said:
-        better = "" if is_joint else "gates='autoregressive' with slabs='structured', "
+        better = "" if is_joint else "gates='autoregressive' with slabs='structured' if slabs have normal priors, "
         said.append(f"Use {better}more steps or restarts, or sample_posterior with up to {MOST_GATES} gates.")
     return tuple(said)

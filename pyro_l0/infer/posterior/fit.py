@@ -171,7 +171,7 @@ def fit(
     best, state, probs = max(found, key=lambda entry: entry[0].evidence.elbo)
     guide.load_state_dict(state)
     apart = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
-    better = "" if guide.is_joint else ", or gates='autoregressive' with slabs='structured'"
+    better = "" if guide.is_joint else ", or gates='autoregressive' with slabs='structured' if slabs have normal priors"
     if apart > MOST_ERROR:
         bounds = ", ".join(f"{result.evidence.elbo:.2f}" for result, _, _ in found)
         best.problems += (
