@@ -165,7 +165,7 @@ def test_a_loop_of_one_s_own(residual):
     gates = NetworkGates(gated).train()
     assert not gated.training
     assert not torch.equal(gated(X), gated(X))
-    gates.train(False)
+    assert gates.eval() is gates
     assert torch.equal(gated(X), gated(X))
 
     class Idle(nn.Module):
