@@ -100,3 +100,11 @@ def test_compiled_circuits_are_sought():
     """A row for each of two compiled transformers."""
     rows = run("edges/bench_edges.py", "compiled", "--seeds", "0", "--steps", "12").splitlines()
     assert [row.split()[0] for row in rows if "seed 0:" in row] == ["Reversal", "Share"]
+
+
+def test_needed_heads_are_sought():
+    """A row for each run, of its seeds."""
+    pytest.importorskip("transformers")
+    rows = run("pruning/bench_heads.py", "--seeds", "2", "--runs", "12x1", "10x2").splitlines()
+    assert [row.split("|")[1:3] for row in rows[2:]] == [[" 12 ", " 1 "], [" 10 ", " 2 "]]
+    assert all(0 <= float(row.split("|")[-2]) <= 3 for row in rows[2:])
