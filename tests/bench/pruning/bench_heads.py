@@ -48,12 +48,17 @@ def apart(network: GPT2LMHeadModel, masked: torch.nn.Module, tokens: Tensor) -> 
     return F.kl_div(own, other, reduction="batchmean", log_target=True)
 
 
+def with_gates(network: GPT2LMHeadModel, tokens: Tensor) -> torch.nn.Module:
+    """The network with a gate for each head."""
+    sites = {f"transformer.h.{layer}.attn.c_proj": HEADS for layer in range(LAYERS)}
+    return gate_heads(network, sites, tokens).eval()
+
+
 def kept(network: GPT2LMHeadModel, steps: int, draws: int, seed: int) -> int:
     """How many of the needed heads stay."""
     torch.manual_seed(seed)
     batches = torch.randint(64, (20, 8, 12))
-    sites = {f"transformer.h.{layer}.attn.c_proj": HEADS for layer in range(LAYERS)}
-    masked = gate_heads(network, sites, batches[0]).eval()
+    masked = with_gates(network, batches[0])
     masks = NetworkGates(masked).train()
     budget = len(NEEDED) / (LAYERS * HEADS)
     target = SparsityTarget(masks, budget, lambda z: sum(x.sum() for x in z.values()), steps=steps, pretrained=True)
