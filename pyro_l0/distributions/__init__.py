@@ -12,6 +12,7 @@ from pyro_l0.distributions.mixtures import ExponentialGate, ExponentialUniformGa
 from pyro_l0.distributions.mixtures import MixtureGate as MixtureGate
 from pyro_l0.distributions.rectified import Rectified, RectifiedNormal
 from pyro_l0.distributions.stretched import QuadratureGate as QuadratureGate
+from pyro_l0.maths.quadrature import edges_around as edges_around
 
 # What a star brings; what is imported "as" itself is public, too.
 __all__ = [

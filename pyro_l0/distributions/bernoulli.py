@@ -66,7 +66,8 @@ class BernoulliGate(GateDistribution):
         return torch.sigmoid(self.logits)
 
     @classmethod
-    def _at_rate(cls, rate: Tensor) -> dict[str, Number]:
+    def parameters_at_rate(cls, rate: Tensor) -> dict[str, Number]:
+        """Log odds of the rate."""
         return {"logits": torch.logit(rate)}
 
     @property
@@ -139,10 +140,12 @@ class BernoulliGate(GateDistribution):
         p = probability(value)
         return torch.where(p.isnan(), p, p > torch.sigmoid(-self.logits)).to(self.logits.dtype)
 
-    def _log_density(self, z: Tensor) -> Tensor:
+    def log_interior_density(self, z: Tensor) -> Tensor:
+        """Minus infinity, as there is no mass between the atoms; shape of z and ``batch_shape``, broadcast."""
         return torch.full_like(z + self.logits, -math.inf)
 
-    def _cdf(self, z: Tensor) -> Tensor:
+    def interior_cdf(self, z: Tensor) -> Tensor:
+        """P(Z <= z) at 0 <= z < 1, shape of z and ``batch_shape``, broadcast."""
         return torch.sigmoid(-self.logits).expand((z + self.logits).shape)
 
     def _node_temperature(self) -> float:

@@ -98,8 +98,9 @@ class GateDistribution(TorchDistribution):
     precision are computed in float32; ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
 
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned`` and
-    the others in ``_fixed``, and writes the abstract methods, also ``_at_rate``, ``_log_density`` and ``_cdf``. KLs to
-    every other family, ``log_prob``, ``expand`` and guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are
+    the others in ``fixed``, and writes the abstract methods, also ``parameters_at_rate``, ``log_interior_density`` and
+    ``interior_cdf``. KLs to every other family, ``log_prob``, ``expand`` and guides follow. ``mean``, ``variance``,
+    ``entropy`` and ``icdf`` are
     torch's; override those that are needed.
 
     Everything works with ``torch.func``, second derivatives, ``torch.jit.trace`` and ``torch.compile(fullgraph=True)``;
@@ -110,7 +111,7 @@ class GateDistribution(TorchDistribution):
     Attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
-        defaults: the options of ``from_active_prob`` and their values, which are a paper's. Parameters in ``_fixed``
+        defaults: the options of ``from_active_prob`` and their values, which are a paper's. Parameters in ``fixed``
             are among them, and each is kept in an attribute with an underscore.
 
     Raises:
@@ -129,7 +130,7 @@ class GateDistribution(TorchDistribution):
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
     defaults: ClassVar[Mapping[str, float]] = {}
-    _fixed: ClassVar[tuple[str, ...]] = ()
+    fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
@@ -179,7 +180,7 @@ class GateDistribution(TorchDistribution):
 
     @classmethod
     @abstractmethod
-    def _at_rate(cls, rate: Tensor, *args: Any, **options: Any) -> dict[str, Number]:
+    def parameters_at_rate(cls, rate: Tensor, *args: Any, **options: Any) -> dict[str, Number]:
         """All parameters by name of the gate with P(z != 0) = rate, of its shape; options as in ``defaults``."""
 
     @abstractmethod
@@ -187,11 +188,11 @@ class GateDistribution(TorchDistribution):
         """Pathwise draws, shape ``sample_shape + batch_shape``; a gate that has none refuses and has ``sample``."""
 
     @abstractmethod
-    def _log_density(self, z: Tensor) -> Tensor:
+    def log_interior_density(self, z: Tensor) -> Tensor:
         """Log density with respect to dz at 0 < z < 1, in nats; it is not asked for at the atoms."""
 
     @abstractmethod
-    def _cdf(self, z: Tensor) -> Tensor:
+    def interior_cdf(self, z: Tensor) -> Tensor:
         """P(Z <= z) at 0 <= z < 1, the atom at 0 included; shape of z and ``batch_shape``, broadcast."""
 
     # ------------------------------------------------------------ what follows
@@ -225,7 +226,7 @@ class GateDistribution(TorchDistribution):
         given: dict[str, Number] = {**cls.defaults, **{name: x for name, x in options.items() if x is not None}}
         full = {name: x for name, x in given.items() if name in cls.learned}
         (rate, *values), _ = as_parameters({}, active_prob=active_prob, **full)
-        parameters = cls._at_rate(rate, **{**given, **dict(zip(full, values, strict=True))})
+        parameters = cls.parameters_at_rate(rate, **{**given, **dict(zip(full, values, strict=True))})
         check_rate("active_prob", active_prob, cls.__name__)  # a family with a range of its own has checked it
         make: Callable[..., Self] = cls
         return make(**parameters, validate_args=validate_args)
@@ -257,7 +258,7 @@ class GateDistribution(TorchDistribution):
 
         Those in ``learned`` are tensors of shape ``batch_shape``; others are numbers or tensors that broadcast.
         """
-        return {name: getattr(self, name) for name in (*self.learned, *(f"_{name}" for name in self._fixed))}
+        return {name: getattr(self, name) for name in (*self.learned, *(f"_{name}" for name in self.fixed))}
 
     @property
     def active_prob(self) -> Tensor:
@@ -291,7 +292,7 @@ class GateDistribution(TorchDistribution):
     @property
     def fixed_options(self) -> dict[str, Any]:
         """The parameters that a guide does not learn, as keywords of ``from_active_prob``."""
-        return {name: getattr(self, f"_{name}") for name in self._fixed}
+        return {name: getattr(self, f"_{name}") for name in self.fixed}
 
     def base_distribution(self) -> Distribution:
         """The continuous distribution on the real line that :meth:`rectify` turns into this gate.
@@ -321,13 +322,13 @@ class GateDistribution(TorchDistribution):
             self._validate_sample(value)
         interior = (value > 0) & (value < 1)
         # The unused branch of a where still sends a gradient; 1/2 keeps it finite.
-        log_density = self._log_density(torch.where(interior, value, 0.5))
+        log_density = self.log_interior_density(torch.where(interior, value, 0.5))
         log_atom = torch.where(value <= 0, self.log_prob_zero, self.log_prob_one)
         return torch.where(interior, log_density, log_atom)
 
     def cdf(self, value: Tensor) -> Tensor:
         """P(Z <= value) for any real ``value``: right-continuous, with jumps at 0 and at 1."""
-        inside = self._cdf(value.clamp(0, 1))
+        inside = self.interior_cdf(value.clamp(0, 1))
         return torch.where(value < 0, 0.0, torch.where(value >= 1, 1.0, inside))
 
     def expand(self, batch_shape: _size, _instance: Self | None = None) -> Self:
@@ -384,13 +385,13 @@ class GateDistribution(TorchDistribution):
         draws = [piece.view(gate.batch_shape) for piece, gate in zip(pieces, gates, strict=True)]
         return JointDraw(gates, draws, joint.active_prob)
 
-    def _with_node_dim(self) -> Self:
+    def with_node_dim(self) -> Self:
         """This gate with a last batch dimension of size one, for quadrature nodes to broadcast against."""
         return self.apply_to_tensors(lambda x: x.unsqueeze(-1))
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         """Log density with respect to dt at the nodes of a stretch's logit map, shape ``batch_shape + (n,)``."""
-        return self._with_node_dim()._log_density(nodes.z) + torch.log(nodes.slope)
+        return self.with_node_dim().log_interior_density(nodes.z) + torch.log(nodes.slope)
 
     @property
     def _like(self) -> Tensor:
@@ -414,7 +415,7 @@ class GateDistribution(TorchDistribution):
         """Numbers in [0, 1] where a quadrature rule starts anew, None where only panels are accurate."""
         return ()
 
-    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+    def panel_edges(self, dtype: torch.dtype) -> Tensor:
         """Points where panels end around this gate's mass and bends, for a result of a type.
 
         Values of z, those outside of [0, 1] being ignored; shape ``batch_shape + (k,)``, k for every parameter.

@@ -48,7 +48,7 @@ class HardConcrete(StretchedGate):
     arg_constraints: ClassVar = {"log_alpha": Bounded(), "temperature": Bounded(lower=0), **STRETCH_LIMITS}
     learned: ClassVar = {"log_alpha": constraints.real}
     defaults: ClassVar = {"temperature": 2 / 3, **LIMITS}
-    _fixed = tuple(defaults)
+    fixed = tuple(defaults)
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class HardConcrete(StretchedGate):
         return self._filled(self._temperature)
 
     @classmethod
-    def _at_rate(
+    def parameters_at_rate(
         cls, rate: Tensor, temperature: Number, gamma: Number, zeta: Number, one_given_active: Number | None = None
     ) -> dict[str, Number]:
+        """The location for a temperature, which ``one_given_active`` = P(z = 1 | z != 0) determines if given."""
         stretch = cls(torch.zeros_like(rate), temperature, gamma, zeta).stretch
         if one_given_active is not None:
             check_rate("one_given_active", one_given_active, cls.__name__)
@@ -181,7 +182,8 @@ class HardConcrete(StretchedGate):
         """The gate for a draw of the base distribution."""
         return hard_concrete.transform(value, torch.zeros_like(value), 1.0, self.stretch)
 
-    def _log_density(self, z: Tensor) -> Tensor:
+    def log_interior_density(self, z: Tensor) -> Tensor:
+        """Log density with respect to dz at 0 < z < 1, in nats, shape of z and ``batch_shape``, broadcast."""
         return hard_concrete.log_density(z, self.log_alpha, self._temperature, self.stretch)
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
@@ -189,14 +191,16 @@ class HardConcrete(StretchedGate):
             return super()._log_density_in_t(nodes, stretch)
         return hard_concrete.log_density_in_t(nodes.t, self.log_alpha.unsqueeze(-1), special.last(self._temperature))
 
-    def _cdf(self, z: Tensor) -> Tensor:
+    def interior_cdf(self, z: Tensor) -> Tensor:
+        """P(Z <= z) at 0 <= z < 1, shape of z and ``batch_shape``, broadcast."""
         return torch.sigmoid(hard_concrete.cdf_logit(z, self.log_alpha, self._temperature, self.stretch))
 
     def _node_temperature(self) -> float:
         return backend.largest(self._temperature)
 
-    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+    def panel_edges(self, dtype: torch.dtype) -> Tensor:
+        """Values of z where panels of a quadrature end, shape ``batch_shape + (k,)``."""
         gamma, _, width, t0, t1 = self.stretch
         top = (self.log_alpha / self._temperature).clamp(min=t0).clamp(max=t1)
-        t = quadrature.around(top, 1 / self._temperature, dtype)
+        t = quadrature.edges_around(top, 1 / self._temperature, dtype)
         return special.last(gamma) + special.last(width) * torch.sigmoid(t)

@@ -44,7 +44,7 @@ class HardKumaraswamy(UnitIntervalGate):
     }
     learned: ClassVar = {"concentration1": constraints.positive, "concentration0": constraints.positive}
     defaults: ClassVar = {"concentration1": 0.5, **LIMITS}  # below 1 the gate prefers its ends
-    _fixed = ("gamma", "zeta")
+    fixed = ("gamma", "zeta")
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class HardKumaraswamy(UnitIntervalGate):
         super().__init__(self.concentration1.shape, validate_args=validate_args)
 
     @classmethod
-    def _at_rate(cls, rate: Tensor, concentration1: Tensor, gamma: Number, zeta: Number) -> dict[str, Number]:
+    def parameters_at_rate(cls, rate: Tensor, concentration1: Tensor, gamma: Number, zeta: Number) -> dict[str, Number]:
+        """The second concentration for a first one."""
         unit = cls(concentration1, torch.ones_like(concentration1), gamma, zeta)
         b = torch.log(rate) / unit.log_active_prob
         return {"concentration1": concentration1, "concentration0": b, "gamma": gamma, "zeta": zeta}
@@ -91,7 +92,8 @@ class HardKumaraswamy(UnitIntervalGate):
         # On the logit axis the density is a product of powers as those of a hard concrete are.
         return max(1.0, backend.largest(self.concentration1), backend.largest(self.concentration0)) / 2
 
-    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+    def panel_edges(self, dtype: torch.dtype) -> Tensor:
+        """Values of z where panels of a quadrature end, shape ``batch_shape + (k,)``."""
         a, b = self.concentration1.unsqueeze(-1), self.concentration0.unsqueeze(-1)
         # With S the survival function, e = -log S is a unit exponential, whose log has a density of one top, at e = 1.
         low, high = (-self._unit_log_above(end).unsqueeze(-1) for end in self._ends)

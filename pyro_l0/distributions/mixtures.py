@@ -28,7 +28,7 @@ class MixtureGate(UnitIntervalGate):
 
     _beta: Number
     learned: ClassVar = {"logits": constraints.real}
-    _fixed: ClassVar[tuple[str, ...]] = ("beta", "gamma", "zeta")
+    fixed: ClassVar[tuple[str, ...]] = ("beta", "gamma", "zeta")
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class MixtureGate(UnitIntervalGate):
         return torch.sigmoid(self.logits)
 
     @classmethod
-    def _at_rate(cls, rate: Tensor, **options: Number) -> dict[str, Number]:
+    def parameters_at_rate(cls, rate: Tensor, **options: Number) -> dict[str, Number]:
+        """Log odds of the two components, whose rates enclose the wanted one."""
         make: Callable[..., Self] = cls
         # In double, as the rate is located between two that may be near.
         shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -126,7 +127,7 @@ class MixtureGate(UnitIntervalGate):
     def _active_probs(self) -> tuple[Number, Number]:
         """P(z != 0) of the component near 0 and of the one near 1."""
         numbers = [x for x in self.fixed_options.values() if not isinstance(x, Tensor)]
-        if len(numbers) == len(self._fixed):
+        if len(numbers) == len(self.fixed):
             *parameters, gamma, zeta = numbers
             return _number_active_probs(type(self._component), tuple(parameters), gamma, zeta)
         return _component_active_probs(self._component, self._ends[0])
@@ -165,7 +166,8 @@ class MixtureGate(UnitIntervalGate):
     def _breakpoints(self) -> tuple[float, ...] | None:
         return self._component.breakpoints(self.logits.dtype)
 
-    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+    def panel_edges(self, dtype: torch.dtype) -> Tensor:
+        """Values of z where panels of a quadrature end, shape ``batch_shape + (k,)``."""
         low, high = self._ends
         s = self._component.panel_edges(self.logits, low.s, high.s, dtype)
         return last(self.stretch.gamma) + last(self.stretch.width) * s
@@ -278,7 +280,7 @@ class ExponentialUniformGate(MixtureGate):
         **STRETCH_LIMITS,
     }
     defaults: ClassVar = {"beta": 25.0, "epsilon": 0.1, **LIMITS}  # the paper's beta for MNIST
-    _fixed = tuple(defaults)
+    fixed = tuple(defaults)
     _epsilon: Number
 
     def __init__(

@@ -46,7 +46,8 @@ class RectifiedNormal(GateDistribution):
         super().__init__(self.loc.shape, validate_args=validate_args)
 
     @classmethod
-    def _at_rate(cls, rate: Tensor, scale: Tensor) -> dict[str, Number]:
+    def parameters_at_rate(cls, rate: Tensor, scale: Tensor) -> dict[str, Number]:
+        """The location for a scale."""
         return {"loc": scale * torch.special.ndtri(rate), "scale": scale}
 
     @property
@@ -104,10 +105,12 @@ class RectifiedNormal(GateDistribution):
         """The normal that is clipped to [0, 1], whose draws may lie outside."""
         return Normal(self.loc, self.scale, validate_args=False)
 
-    def _log_density(self, z: Tensor) -> Tensor:
+    def log_interior_density(self, z: Tensor) -> Tensor:
+        """Log density with respect to dz at 0 < z < 1, in nats, shape of z and ``batch_shape``, broadcast."""
         return rectified_normal.log_density(z, self.loc, self.scale)
 
-    def _cdf(self, z: Tensor) -> Tensor:
+    def interior_cdf(self, z: Tensor) -> Tensor:
+        """P(Z <= z) at 0 <= z < 1, shape of z and ``batch_shape``, broadcast."""
         return special.ndtr((z - self.loc) / self.scale)
 
     def _node_temperature(self) -> float:
@@ -116,7 +119,8 @@ class RectifiedNormal(GateDistribution):
     def _breakpoints(self) -> None:
         return None  # the density may be sharp anywhere between the atoms
 
-    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+    def panel_edges(self, dtype: torch.dtype) -> Tensor:
+        """Values of z where panels of a quadrature end, shape ``batch_shape + (k,)``."""
         loc, scale = self.loc.unsqueeze(-1), self.scale.unsqueeze(-1)
         distance = (loc.clamp(0, 1) - loc) / scale  # of the top between the atoms
         reach = scale * torch.sqrt(distance.square() + 2 * quadrature.drops(dtype, loc.device))
@@ -181,7 +185,8 @@ class Rectified(QuadratureGate):
         return type(self)(_map_tensors(self.base, function), validate_args=False)
 
     @classmethod
-    def _at_rate(cls, rate: Tensor, **options: Number) -> dict[str, Number]:
+    def parameters_at_rate(cls, rate: Tensor, **options: Number) -> dict[str, Number]:
+        """Not available: the rate is that of the base."""
         raise NotImplementedError("Rectified has no rate of its own; give it a base.")
 
     def _at(self, value: float) -> Tensor:
@@ -248,7 +253,8 @@ class Rectified(QuadratureGate):
         """The distribution that is clipped to [0, 1], as it was given, or expanded since."""
         return self.base
 
-    def _log_density(self, z: Tensor) -> Tensor:
+    def log_interior_density(self, z: Tensor) -> Tensor:
+        """Log density with respect to dz at 0 < z < 1, in nats, shape of z and ``batch_shape``, broadcast."""
         return self.base.log_prob(z)
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
@@ -257,14 +263,15 @@ class Rectified(QuadratureGate):
         z = nodes.z.expand(*shape, nodes.z.shape[-1]).movedim(-1, 0)
         return self.base.log_prob(z).movedim(0, -1) + torch.log(nodes.slope)
 
-    def _cdf(self, z: Tensor) -> Tensor:
+    def interior_cdf(self, z: Tensor) -> Tensor:
+        """P(Z <= z) at 0 <= z < 1, shape of z and ``batch_shape``, broadcast."""
         return self.base.cdf(z)
 
     def _breakpoints(self) -> None:
         return None
 
     @torch.no_grad()
-    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+    def panel_edges(self, dtype: torch.dtype) -> Tensor:
         """Quantiles given 0 < z < 1 by bisection, as a base need not have any of its own."""
         low, high = torch.broadcast_tensors(self.base.cdf(self._at(0.0)), self.base.cdf(self._at(1.0)))
         share = torch.tensor(_SHARES, dtype=low.dtype, device=low.device).view(-1, *(1,) * low.dim())
@@ -277,7 +284,8 @@ class Rectified(QuadratureGate):
             left, right = torch.where(below, middle, left), torch.where(below, right, middle)
         return (0.5 * (left + right)).movedim(0, -1)
 
-    def _integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    def integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """E[z] and E[1 - z] by the nodes, shape ``batch_shape``."""
         z = nodes.z.expand(*self.batch_shape, nodes.z.shape[-1]).movedim(-1, 0)
         below = self.base.cdf(z).movedim(0, -1)
         measure = nodes.weight * nodes.slope

@@ -61,7 +61,7 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     edges = [quadrature.even_places(stretch, device), torch.tensor(numbers, dtype=double, device=device)]
     for gate, temperature, points in zip(gates, temperatures, breakpoints, strict=True):
         if temperature > _SMOOTH or points is None:
-            edges.append(gate._panel_edges(dtype))
+            edges.append(gate.panel_edges(dtype))
     edges = [x.nan_to_num(0.0).clamp(0, 1) for x in edges]
     nodes = quadrature.panel_nodes(stretch, edges, _NODES_PER_PANEL[dtype], double, device)
     if max(temperatures) <= _SINGLE:
@@ -90,11 +90,11 @@ class QuadratureGate(GateDistribution):
 
     A family of your own writes two methods besides those of :class:`~pyro_l0.distributions.GateDistribution`:
 
-    - ``_integrals(nodes)``: E[z] and E[1 - z], the integrals of P(Z > z) and of the cdf over (0, 1), shape
-      ``batch_shape``. Nodes lie on a last dimension, which ``_with_node_dim()`` gives the gate as well: ``nodes.z`` are
+    - ``integrals(nodes)``: E[z] and E[1 - z], the integrals of P(Z > z) and of the cdf over (0, 1), shape
+      ``batch_shape``. Nodes lie on a last dimension, which ``with_node_dim()`` gives the gate as well: ``nodes.z`` are
       values of z, and ``nodes.weight * nodes.slope`` stands for dz.
-    - ``_panel_edges(dtype)``: values of z where the density is narrow, shape ``batch_shape + (k,)``. If it falls from
-      its top by a factor of e with every step, they are ``quadrature.around(top, step, dtype)``. Without this method
+    - ``panel_edges(dtype)``: values of z where the density is narrow, shape ``batch_shape + (k,)``. If it falls from
+      its top by a factor of e with every step, they are ``edges_around(top, step, dtype)``. Without this method
       integrals of sharp gates are less accurate.
 
     ``as_parameters(shared, **full)`` brings parameters to one type and shape; those that are shared by all gates may
@@ -103,7 +103,7 @@ class QuadratureGate(GateDistribution):
     """
 
     @abstractmethod
-    def _integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    def integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """E[z] and E[1 - z], the integrals of the survival function and of the cdf."""
 
     @property
@@ -122,12 +122,12 @@ class QuadratureGate(GateDistribution):
 
 
 def _mean(nodes: Nodes, _: Stretch, gate: QuadratureGate) -> Tensor:
-    mean, co_mean = gate._integrals(nodes)
+    mean, co_mean = gate.integrals(nodes)
     return torch.where(mean < 0.5, mean, 1 - co_mean)
 
 
 def _variance(nodes: Nodes, stretch: Stretch, gate: QuadratureGate) -> Tensor:
-    mean, co_mean = gate._integrals(nodes)
+    mean, co_mean = gate.integrals(nodes)
     m, m_bar = mean.unsqueeze(-1), co_mean.unsqueeze(-1)
     distance = torch.where(m < 0.5, nodes.z - m, m_bar - nodes.one_minus_z)
     interior = (nodes.weight * torch.exp(gate._log_density_in_t(nodes, stretch)) * distance.square()).sum(-1)
@@ -262,20 +262,23 @@ class UnitIntervalGate(QuadratureGate, StretchedGate):
         """The gate in [0, 1] of a draw of ``base_distribution``, in its shape."""
         return (self.stretch.gamma + self.stretch.width * value).clamp(0, 1)
 
-    def _log_density(self, z: Tensor) -> Tensor:
+    def log_interior_density(self, z: Tensor) -> Tensor:
+        """Log density with respect to dz at 0 < z < 1, in nats, shape of z and ``batch_shape``, broadcast."""
         return self._unit_log_density(self._point(z)) - special.log(self.stretch.width)
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         if stretch is not self.stretch:
             return super()._log_density_in_t(nodes, stretch)
         x = Point(torch.sigmoid(nodes.t), torch.sigmoid(-nodes.t))
-        return self._with_node_dim()._unit_log_density(x) + F.logsigmoid(nodes.t) + F.logsigmoid(-nodes.t)
+        return self.with_node_dim()._unit_log_density(x) + F.logsigmoid(nodes.t) + F.logsigmoid(-nodes.t)
 
-    def _cdf(self, z: Tensor) -> Tensor:
+    def interior_cdf(self, z: Tensor) -> Tensor:
+        """P(Z <= z) at 0 <= z < 1, shape of z and ``batch_shape``, broadcast."""
         return torch.exp(self._unit_log_below(self._point(z)))
 
-    def _integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        gate, x = self._with_node_dim(), Point(torch.sigmoid(nodes.t), torch.sigmoid(-nodes.t))
+    def integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """E[z] and E[1 - z] by the nodes, shape ``batch_shape``."""
+        gate, x = self.with_node_dim(), Point(torch.sigmoid(nodes.t), torch.sigmoid(-nodes.t))
         measure = nodes.weight * nodes.slope
         mean = (measure * torch.exp(gate._unit_log_above(x))).sum(-1)
         co_mean = (measure * torch.exp(gate._unit_log_below(x))).sum(-1)

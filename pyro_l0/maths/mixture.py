@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.backend import Context, apply, largest
-from pyro_l0.maths.quadrature import Stretch, around, drops
+from pyro_l0.maths.quadrature import Stretch, drops, edges_around
 from pyro_l0.maths.special import (
     Number,
     clamp_backward,
@@ -261,7 +261,7 @@ class Exponential(NamedTuple):
     def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
         """Towards both ends and around the point where the components meet."""
         meeting = 0.5 - 0.5 * logits / self.beta
-        return torch.cat((self._end_edges(low, high, dtype), around(meeting, 0.5 / self.beta, dtype)), -1)
+        return torch.cat((self._end_edges(low, high, dtype), edges_around(meeting, 0.5 / self.beta, dtype)), -1)
 
     def _end_edges(self, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
         reach = drops(dtype, low.device) / last(self.beta)
@@ -317,7 +317,7 @@ class ExponentialUniform(NamedTuple):
         odds = log1p(-self.epsilon) - log(self.epsilon) + log(self.beta) - _log1mexp(self.beta)
         near = (odds + F.logsigmoid(-logits)) / self.beta
         far = 1 - (odds + F.logsigmoid(logits)) / self.beta
-        meetings = [around(x, 1 / self.beta, dtype) for x in (near, far)]
+        meetings = [edges_around(x, 1 / self.beta, dtype) for x in (near, far)]
         return torch.cat((self._exponential.panel_edges(logits, low, high, dtype), *meetings), -1)
 
     @property

@@ -95,8 +95,14 @@ def drops(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(_DROPS[dtype], dtype=torch.float64, device=device)
 
 
-def around(top: Tensor, step: Number, dtype: torch.dtype) -> Tensor:
-    """Where a density has fallen that falls by a factor of e with every step, on both sides; shape ``(..., k)``."""
+def edges_around(top: Tensor, step: Number, dtype: torch.dtype) -> Tensor:
+    """Values of z on both sides of a density's top where panels of a quadrature end, shape ``top.shape + (k,)``.
+
+    Args:
+        top: where the density is largest.
+        step: distance over which it falls by a factor of e.
+        dtype: type of the result that is asked for, which says how far the density still counts.
+    """
     reach = drops(dtype, top.device) * last(step)
     return torch.cat((top.unsqueeze(-1) - reach, top.unsqueeze(-1) + reach), -1)
 

@@ -39,13 +39,15 @@ class RectifiedLogistic(GateDistribution):
         return {"loc": self.loc, "scale": self.scale}
 
     @classmethod
-    def _at_rate(cls, rate, scale):
+    def parameters_at_rate(cls, rate, scale):
         return {"loc": scale * torch.logit(rate), "scale": scale}
 
     log_prob_zero = property(lambda self: logsigmoid(-self.loc / self.scale))
     log_active_prob = property(lambda self: logsigmoid(self.loc / self.scale))
     log_prob_one = property(lambda self: logsigmoid((self.loc - 1) / self.scale))
-    log_interior_prob = property(lambda self: torch.log(self._cdf(torch.ones(())) - self._cdf(torch.zeros(()))))
+    log_interior_prob = property(
+        lambda self: torch.log(self.interior_cdf(torch.ones(())) - self.interior_cdf(torch.zeros(())))
+    )
     median = property(lambda self: self.loc.clamp(0, 1))
     test_gate = median
 
@@ -53,11 +55,11 @@ class RectifiedLogistic(GateDistribution):
         u = torch.rand(torch.Size(sample_shape) + self.batch_shape, dtype=self.loc.dtype)
         return self.rectify(self.loc + self.scale * torch.logit(u, 1e-6))
 
-    def _log_density(self, z):
+    def log_interior_density(self, z):
         x = (z - self.loc) / self.scale
         return logsigmoid(x) + logsigmoid(-x) - torch.log(self.scale)
 
-    def _cdf(self, z):
+    def interior_cdf(self, z):
         return torch.sigmoid((z - self.loc) / self.scale)
 
     def _breakpoints(self):
