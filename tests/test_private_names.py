@@ -32,8 +32,9 @@ PATHS = {
     "sklearn.utils.validation": "_check_feature_names_in _check_sample_weight _check_y",
     "torch": "_standard_gamma",  # gamma draws from a generator
     # whether torch.func, a mode or a backward pass calls; and a subclass's operation on plain tensors
-    "torch._C": "DisableTorchFunctionSubclass _are_functorch_transforms_active _autograd _current_graph_task_id "
+    "torch._C": "DisableTorchFunctionSubclass _are_functorch_transforms_active _current_graph_task_id "
     "_len_torch_dispatch_stack",
+    "torch._C._autograd": "_top_saved_tensors_default_hooks",  # whether a block is checkpointed
     "torch._C._functorch": "get_unwrapped is_batchedtensor is_functorch_wrapped_tensor",  # inside of torch.func
     "torch._VF": "_pad_packed_sequence",  # as torch calls it, which the engine records
     "torch._compile": "_disable_dynamo",  # torch.compiler.disable imports the compiler, which takes a second
@@ -44,7 +45,7 @@ PATHS = {
     "torch.nn.modules.conv": "_ConvNd",
     "torch.types": "_size",  # the type of shapes in torch's signatures
     "torch.utils._python_dispatch": "TorchDispatchMode",  # records operations
-    # tensors in nested arguments, for which older versions have nothing public
+    # tensors in nested arguments
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
 }
 # Attributes, and methods that a subclass overrides; the last test says what has them.
@@ -59,7 +60,6 @@ MEMBERS = {
     "what a transform computes": "_call",
     "a distribution without its checks, and its mask": "_batch_shape _mask _validate_args _validate_sample",
     "what torch.compile keeps as it is, and what is inside of it": "_dynamo_marked_constant _orig_mod",
-    "whether a block is checkpointed, which before torch 2.8 nothing tells": "_top_saved_tensors_default_hooks",
     "an optimiser that unscales gradients itself": "_step_supports_amp_scaling",
     "what a handler does with a site": "_postprocess_message _process_message",
     "steps of a loss": "_get_trace _get_traces",

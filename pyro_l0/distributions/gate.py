@@ -103,10 +103,10 @@ class GateDistribution(TorchDistribution):
     ``entropy`` and ``icdf`` are
     torch's; override those that are needed.
 
-    Everything works with ``torch.func``, second derivatives, ``torch.jit.trace`` and ``torch.compile(fullgraph=True)``;
-    third derivatives of a mixture's draws and quantiles, and of draws from a tail, are missing. Under ``torch.vmap``
-    and where torch traces no Python code can read a value, so parameters, values and rates are not validated there;
-    ``torch.vmap`` needs ``randomness="different"`` or ``"same"`` for draws.
+    Everything works with ``torch.func``, second derivatives, ``torch.jit.trace`` and ``torch.compile(fullgraph=True)``,
+    which up to torch 2.11 refuses some of it; third derivatives of a mixture's draws and quantiles, and of draws from a
+    tail, are missing. Under ``torch.vmap`` and where torch traces no Python code can read a value, so parameters,
+    values and rates are not validated there; ``torch.vmap`` needs ``randomness="different"`` or ``"same"`` for draws.
 
     Attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.

@@ -13,12 +13,6 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.fast.switch import is_on
 
 _CONVOLUTIONS: dict[object, int] = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
-# A checkpointed block that runs for the first time has hooks. Before torch 2.8 nothing tells, so assume some.
-_top_hooks: Callable[[bool], object] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
-)
-
-
 # What gives the product away to be changed without that its version counts.
 _UNSEEN = {Tensor.data.__get__, Tensor.detach, Tensor.numpy}  # type: ignore[attr-defined]
 
@@ -136,4 +130,4 @@ def may_be_in_block() -> bool:
 
 def has_top_hooks() -> bool:
     """Whether saved tensors go through hooks, as in a checkpointed block."""
-    return _top_hooks(True) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -17,6 +17,7 @@ from pyro_l0.distributions import (
     RectifiedNormal,
 )
 from pyro_l0.infer import AutoGate
+from tests.cases import new_compiler
 from tests.processes import python
 
 # torch's forward mode loads decompositions by its own deprecated torch.jit.
@@ -295,6 +296,7 @@ def check_compiled(name, backend):
     torch.testing.assert_close(run(compiled), run(function), rtol=2e-5, atol=2e-6)
 
 
+@new_compiler
 @pytest.mark.parametrize("name", COMPILED)
 def test_gates_are_one_graph(name):
     """With the backend that is quick: nothing but torch's own operations is left."""

@@ -14,7 +14,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
 from pyro_l0.nn import L0Gate, NetworkCost, NetworkGates, penalty
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.l0_gate import FAMILIES
-from tests.cases import first_by_default
+from tests.cases import first_by_default, new_compiler
 from tests.networks import Dense
 
 X, Y = torch.linspace(-2, 2, 8 * 6).view(8, 6).sin(), torch.arange(8) % 3
@@ -170,6 +170,7 @@ def test_the_price_beside_a_draw_is_that_of_the_gates_as_they_are(family):
 # ------------------------------------------------------------ the tools of torch
 
 
+@new_compiler
 @pytest.mark.parametrize("family", first_by_default(sorted(FAMILIES, key="hard_concrete".__ne__)))
 def test_the_compiler_takes_it_whole(family):
     torch._dynamo.reset()
