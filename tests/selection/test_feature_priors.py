@@ -57,7 +57,7 @@ def test_unknown_scales():
     x, y = numbers(16)
     x, y = x[:, :3], y - x[:, 4]
     taken = np.stack([np.ones(16), x[:, 1]], 1)
-    unit = np.sqrt(((y - taken @ np.linalg.lstsq(taken, y)[0]) ** 2).mean())
+    unit = np.sqrt(((y - taken @ np.linalg.lstsq(taken, y, rcond=None)[0]) ** 2).mean())
     width = np.sqrt(x[:, [0, 2]].var(0).mean())
     gates, log = unknown_scales(x, y, np.eye(16), [0.2, 1.0, 0.4], unit, unit / width)
     model = SpikeSlabRegressor(rate={0: 0.2, 1: 1, 2: 0.4}, standardize=False, random_state=0).fit(x, y)
