@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
+from pyro_l0.selection import SpikeSlabRegressor
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from tests.reference_posteriors import GaussianPosterior
 
@@ -103,3 +104,23 @@ def test_sets_hold_an_effect_as_often_as_they_say():
     assert len(right) > 80
     # Of 100 sets of probability .95 or more, 2.5 standard errors are .055.
     assert np.mean(right) >= 0.95 - 2.5 * np.sqrt(0.95 * 0.05 / len(right))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_among_many_near_copies(seed):
+    """One effect among fifty near-copies: probabilities are those of single effects, and so is that of the set."""
+    rng = np.random.default_rng(seed)
+    shared = np.repeat(rng.normal(size=(200, 12)), 50, axis=1)
+    x = np.sqrt(0.98) * shared + np.sqrt(0.02) * rng.normal(size=(200, 600))
+    y = 0.6 * x[:, 7] + rng.normal(size=200)
+    x, y = x - x.mean(0), y - y.mean()
+    options = dict(rate=1e-5, slab_scale=0.5, noise_scale=1.0, standardize=False, fit_intercept=False)
+    model = SpikeSlabRegressor(**options, random_state=seed).fit(x, y)
+    precision = 1 + 0.25 * (x**2).sum(0)
+    log_evidence = 0.125 * (x.T @ y) ** 2 / precision - 0.5 * np.log(precision)
+    exact = np.exp(log_evidence - log_evidence.max())
+    exact /= exact.sum()
+    # Two effects at once have a probability of some hundredths. Chains that seldom exchange copies are off by .1.
+    assert 0.5 * np.abs(model.pip_ - exact).sum() < 0.07
+    (found,) = model.credible_sets_
+    assert exact[list(found.features)].sum() > 0.935

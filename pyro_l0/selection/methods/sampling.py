@@ -39,8 +39,9 @@ _WARM_UP = 0.4
 # Open gates that a chain starts with on average, at most.
 _START = 5.0
 _RARE = 1e-12  # least probability of a gate in the distribution that the evidence is bridged to
-_MANY = 20_000  # features beyond which chains are too short for near-copies
-_EXCHANGED = 1000  # draws that gates of near-copies are exchanged in
+_MANY = 20_000  # features beyond which chains are fewer and shorter
+_CLOSE = 500  # features beyond which gates of near-copies are exchanged in some draws
+_EXCHANGED = 2000  # as many as an estimator keeps
 _BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and rounds of the estimate
 
 
@@ -73,13 +74,14 @@ def sampled_walk(
 def exchanged(walk: GatesAndScales, run: GibbsRun, generator: torch.Generator) -> GibbsRun:
     """Draws of a run in which each open anchor, in turn, is exchanged for one of those that are closed, or for itself.
 
-    Which one is drawn given all other gates, so the draws remain those of the posterior. Among very many features a
-    chain is too short to exchange near-copies as often. Inclusion probabilities change by those of the exchanges.
+    Which one is drawn given all other gates, so the draws remain those of the posterior. Among many features a chain is
+    too short to exchange near-copies as often: a credible set, which takes those that are open most often in the draws,
+    then holds the effect more rarely than these say. Inclusion probabilities change by those of the exchanges.
     """
     picked = resampled(run.weights, _EXCHANGED, generator).sort().values
     z, hyper, chain, anchors = run.gates[picked], run.hyper[picked], run.chain[picked], walk.anchors
     change = torch.zeros_like(run.chain_active_probs[:, anchors])
-    for part in torch.arange(len(z)).split(16):
+    for part in torch.arange(len(z)).split(max(16, _ENTRIES // (4 * len(anchors)))):
         index, valid = open_positions(z[part][:, anchors])
         for at, is_open in zip(index.T, valid.T, strict=True):
             row, at = part[is_open], at[is_open]
@@ -365,7 +367,7 @@ def tempered_posterior(problem: Problem | JointProblem, *, draws: int = 4000, se
         walk = _walk(problem, evidence, effort)
     run = sampled_walk(walk, problem.gates, effort.flips, generator, _SURE)
     if isinstance(problem, Problem) and problem.gate_of is None:
-        if problem.gates > _MANY:
+        if problem.gates > _CLOSE:
             run = exchanged(walk, run, generator)
         moments = _moments(walk, run, generator)
     else:

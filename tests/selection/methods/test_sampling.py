@@ -121,9 +121,8 @@ def test_chains_end_where_probabilities_are_sure(seed, monkeypatch):
 
 
 @torch.no_grad()
-def test_exchanged_gates(monkeypatch):
+def test_exchanged_gates():
     """Of one open gate, whichever it was: the others' probabilities and draws are what the evidence of each says."""
-    monkeypatch.setattr(sampling, "_EXCHANGED", 2000)
     design = DESIGNS["near-duplicates"]
     problem = named_problem("gaussian", design.x, design.y, Prior(0.2, 0.5, 1.0))
     each = torch.eye(problem.gates, dtype=torch.bool)
@@ -145,7 +144,7 @@ def test_exchanged_gates(monkeypatch):
 @pytest.mark.parametrize("exchanges", [False, True])
 def test_subsets_of_features(exchanges, monkeypatch):
     """Parts of two features and two anchors: probabilities, moments and evidence are those of a sum over all."""
-    monkeypatch.setattr(sampling, "_MANY", 1 if exchanges else 100)
+    monkeypatch.setattr(sampling, "_CLOSE", 1 if exchanges else 100)
     monkeypatch.setattr(sampling, "_SURE", 0.0)
     monkeypatch.setattr(sampling, "_EXCHANGED", 4000)
     monkeypatch.setattr(second_order, "_DENSE", 2)
